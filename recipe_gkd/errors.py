@@ -7,7 +7,7 @@ package.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,9 +24,39 @@ class ConfigError(GkdError, ValueError):
 
     Attributes:
         keys: Full names of the keys, such as ``trainer.max_staleness``. Names of options for other commands.
+        suggestions: Known keys with a similar name or with the same meaning, for an unknown key.
+        parts: Errors that are joined in this one. Empty if it is one error.
     """
 
     keys: tuple[str, ...] = field(default=(), kw_only=True)
+    suggestions: tuple[str, ...] = field(default=(), kw_only=True)
+    parts: tuple[ConfigError, ...] = field(default=(), kw_only=True)
+
+    @staticmethod
+    def joined(errors: Sequence[ConfigError]) -> ConfigError:
+        """Return the only error, or one with the texts and the keys of several."""
+        first, *others = errors
+        if not others:
+            return first
+        return first.replaced(
+            details=(*first.details, *map(str, others)),
+            keys=tuple(dict.fromkeys(key for error in errors for key in error.keys)),
+            suggestions=tuple(dict.fromkeys(key for error in errors for key in error.suggestions)),
+            parts=tuple(errors),
+        )
+
+
+@dataclass(eq=False, repr=False)
+class CustomLossError(ConfigError):
+    """Loss function of the user that raises, or whose outputs are invalid.
+
+    Attributes:
+        output: The invalid output, such as ``loss_T`` or ``metrics['kl']``. Empty if there are no outputs.
+        uids: Uids of the samples with invalid values, in ascending order. Empty if they are not known.
+    """
+
+    output: str = field(default="", kw_only=True)
+    uids: tuple[int, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(eq=False, repr=False)
@@ -50,9 +80,10 @@ class DataError(GkdError, ValueError):
 
     Attributes:
         file: The file or folder.
-        row: Position of the row in the data set, starting at 0.
+        row: Position of the row in the data set, or in a file that cannot be read, starting at 0.
         line: Number of the line in the file, starting at 1.
-        column: Name of the column.
+        column: Name of the column. Nested fields are joined by dots.
+        existing: Names of the columns or fields that exist. None unless there is no such column.
         uid: Uid of the sample.
         position: Position of a token in the response, starting at 0.
     """
@@ -61,6 +92,7 @@ class DataError(GkdError, ValueError):
     row: int | None = field(default=None, kw_only=True)
     line: int | None = field(default=None, kw_only=True)
     column: str = field(default="", kw_only=True)
+    existing: tuple[str, ...] | None = field(default=None, kw_only=True)
     uid: int | None = field(default=None, kw_only=True)
     position: int | None = field(default=None, kw_only=True)
 
@@ -71,11 +103,17 @@ class RewardError(GkdError, RuntimeError):
 
     Attributes:
         uid: Uid of the sample.
-        function: Label of the reward function.
+        function: The reward function, such as ``compute_score of reward.py``.
+        kind: ``"exception"``, ``"result"`` if the result is no number, ``"timeout"``, or ``"exit"`` of the process.
+        exit_status: Exit status of the process, or minus the number of the signal. None if it did not exit by itself.
+        failures: Number of failed calls, if the run ends because there are more than ``max_failures``.
     """
 
     uid: int | None = field(default=None, kw_only=True)
     function: str = field(default="", kw_only=True)
+    kind: str = field(default="", kw_only=True)
+    exit_status: int | None = field(default=None, kw_only=True)
+    failures: int = field(default=0, kw_only=True)
 
 
 @dataclass(eq=False, repr=False)
@@ -84,7 +122,7 @@ class ModelError(GkdError, ValueError):
 
     Attributes:
         path: The folder or file.
-        names: Names of the tensors, of the fields of ``config.json``, or of the options of the model's layers.
+        names: Names of the tensors, of missing files, of the fields of ``config.json``, or of the options of layers.
     """
 
     path: Path | None = field(default=None, kw_only=True)
@@ -99,12 +137,14 @@ class ResourceError(GkdError, RuntimeError):
         node: Address or id of the node.
         workers: Labels of the workers, if several are concerned.
         waited_s: Waiting time in seconds, if the resources were awaited.
+        variable: Name of the environment variable that has an unusable value.
         keys: Full names of the configuration keys to change.
     """
 
     node: str = field(default="", kw_only=True)
     waited_s: float = field(default=0.0, kw_only=True)
     workers: tuple[str, ...] = field(default=(), kw_only=True)
+    variable: str = field(default="", kw_only=True)
     keys: tuple[str, ...] = field(default=(), kw_only=True)
 
 
@@ -245,6 +285,17 @@ class CheckpointMismatch(CheckpointError):
     """
 
     differing: tuple[str, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
+class VocabularyMismatch(ConfigError):
+    """Teacher and student whose ids are not the same tokens.
+
+    Attributes:
+        ids: Ids that are missing in one of them or are other tokens. Empty if the tokenizers have nothing in common.
+    """
+
+    ids: tuple[int, ...] = field(default=(), kw_only=True)
 
 
 def find_timeout_error(error: BaseException | None) -> DeadlineError | None:

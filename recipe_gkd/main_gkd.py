@@ -306,10 +306,11 @@ def _reward_items(
     except DataError as error:
         if config.gkd.use_rl_loss:
             raise
-        raise DataError(
-            f"{error}. If the training data has none, set custom_reward_function.on_training=false: then only "
-            "validation responses are scored"
-        ) from error
+        hint = (
+            "if the training data has none, set custom_reward_function.on_training=false: then only validation "
+            "responses are scored"
+        )
+        raise error.replaced(details=(*error.details, hint)) from error
 
 
 async def _train(

@@ -51,7 +51,8 @@ def check_weight_files(folder: Path) -> None:
         raise ModelError(
             f"actor_rollout_ref.model.path: {folder} has neither model.safetensors nor {INDEX_NAME}",
             remedy="save the model with save_pretrained, or copy the folder again",
-            path=folder / INDEX_NAME,
+            path=folder,
+            names=("model.safetensors", INDEX_NAME),
         )
     if damage := find_damaged_weights(folder):
         raise ModelError(f"actor_rollout_ref.model.path: {damage}", path=folder)
@@ -80,8 +81,8 @@ def check_tied_output_layer(folder: Path) -> None:
     raise ModelError(
         f"actor_rollout_ref.model.path: {folder}/config.json has tie_word_embeddings=true, but the weight files store "
         f"{heads[0]} with other values than {embeddings[0]}",
-        remedy="if the stored output layer is right, set tie_word_embeddings to false in config.json; if not, remove "
-        "it from the weight files",
+        remedy="set tie_word_embeddings to false in config.json if the stored output layer is right, or else remove it "
+        "from the weight files",
         path=folder,
         names=(heads[0], embeddings[0]),
     )
@@ -105,7 +106,7 @@ def check_tokenizer_files(folder: Path) -> None:
     makes one with other special tokens.
 
     Raises:
-        ModelError: Tokenizer files are missing. ``path`` is the first of them.
+        ModelError: Tokenizer files are missing. ``names`` has them.
     """
     missing = [] if (folder / TOKENIZER_CONFIG).is_file() else [TOKENIZER_CONFIG]
     if not any(all((folder / name).is_file() for name in names) for names in VOCABULARY_FILES):
@@ -118,5 +119,6 @@ def check_tokenizer_files(folder: Path) -> None:
             f"actor_rollout_ref.model.path: {folder} has no {', '.join(missing)}",
             remedy="save the student's original tokenizer there "
             "(AutoTokenizer.from_pretrained(...).save_pretrained(...))",
-            path=folder / missing[0],
+            path=folder,
+            names=tuple(missing),
         )

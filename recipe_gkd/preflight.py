@@ -59,7 +59,9 @@ def read_student(config: Config) -> Student:
     if dims.max_positions < longest:
         raise ConfigError(
             f"the student {path} has {dims.max_positions} positions, but data.max_prompt_length + "
-            f"data.max_response_length = {longest}; lower one of them"
+            f"data.max_response_length = {longest}",
+            remedy="lower one of them",
+            keys=("data.max_prompt_length", "data.max_response_length"),
         )
     check_engine_fits(dims, config)
     check_weight_files(path)
@@ -73,8 +75,9 @@ def read_student(config: Config) -> Student:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"the tokenizer in {path} cannot be loaded: {error}; copy the original tokenizer files of the model into "
-            "the folder"
+            f"the tokenizer in {path} cannot be loaded: {error}",
+            remedy="copy the original tokenizer files of the model into the folder",
+            path=path,
         ) from error
     n_tokens = min(count_ids(tokenizer), dims.vocab_size)
     for text in conversion_warnings(config, path):
@@ -185,14 +188,17 @@ def find_model(name: str, key: str = "actor_rollout_ref.model.path") -> Path:
             path = Path(snapshot_download(name, local_files_only=True))
         except LocalEntryNotFoundError as error:
             raise ModelError(
-                f"{key}={name} is neither a folder (seen from {Path.cwd()}) nor in "
-                f"the local hub cache; give a folder, or run: hf download {name}"
+                f"{key}={name} is neither a folder (seen from {Path.cwd()}) nor in the local hub cache",
+                remedy=f"give a folder, or run: hf download {name}",
+                path=Path(name),
             ) from error
     if not (path / "config.json").is_file():
         found = "does not exist" if not path.exists() else "has no config.json"
         raise ModelError(
-            f"{key}={name}: {path.absolute()} {found}; expected a Hugging Face model "
-            "folder with config.json, tokenizer and safetensors"
+            f"{key}={name}: {path.absolute()} {found}; expected a Hugging Face model folder with config.json, "
+            "tokenizer and safetensors",
+            path=path,
+            names=("config.json",) if path.exists() else (),
         )
     return path
 
@@ -247,7 +253,9 @@ def check_stop_ids(config: Config, student: Student, teacher_ids: Collection[int
         raise ConfigError(
             "no token ends a sampled response, so that each would run to data.max_response_length="
             f"{config.data.max_response_length}: config.json and generation_config.json of the student and of its "
-            f"teachers name {found}; set eos_token_id {remedy} to the ids that end a turn"
+            f"teachers name {found}",
+            remedy=f"set eos_token_id {remedy} to the ids that end a turn",
+            keys=("data.max_response_length",),
         )
     eos_id = student.tokenizer.eos_token_id
     if eos_id is None or eos_id in usable:
@@ -260,8 +268,9 @@ def check_stop_ids(config: Config, student: Student, teacher_ids: Collection[int
     if config.gkd.sft_share > 0:
         raise ConfigError(
             f"{mismatch}: gkd.sft_share={config.gkd.sft_share:g} would train on reference responses that end with an "
-            f"id at which generation continues; set eos_token_id {remedy} to [{listed}], or correct eos_token in its "
-            "tokenizer_config.json"
+            "id at which generation continues",
+            remedy=f"set eos_token_id {remedy} to [{listed}], or correct eos_token in its tokenizer_config.json",
+            keys=("gkd.sft_share",),
         )
     log.warning("%s; if %d also ends a turn, set eos_token_id %s to [%s]", mismatch, eos_id, remedy, listed)
     return usable
@@ -310,11 +319,14 @@ def check_teacher_prompts(clients: Mapping[str, TeacherBackend], longest: Mappin
         n_response = max_scored_tokens(config)
         log.info("teacher %s: own prompts of up to %d tokens, scores up to %d", name, n_prompt, info.max_model_len)
         if n_prompt + n_response > info.max_model_len:
+            keys = ("data.max_response_length", f"{TEACHER}.prompt_template", "data.teacher_prompt_key")
             raise ConfigError(
-                f"teacher {name} ({info.model_name}) scores at most {info.max_model_len} tokens, but its longest "
-                f"prompt has {n_prompt}, and a response up to {n_response}: {n_prompt + n_response} in all; "
-                "start the teacher with a larger MAX_MODEL_LEN, lower data.max_response_length, or shorten the texts "
-                f"of {TEACHER}.prompt_template or data.teacher_prompt_key"
+                f"it scores at most {info.max_model_len} tokens, but its longest prompt has {n_prompt}, and a response "
+                f"up to {n_response}: {n_prompt + n_response} in all",
+                remedy="start the teacher with a larger MAX_MODEL_LEN, lower data.max_response_length, or shorten the "
+                f"texts of {TEACHER}.prompt_template or data.teacher_prompt_key",
+                worker=f"teacher {name} ({info.model_name})",
+                keys=keys,
             )
 
 
@@ -322,20 +334,27 @@ def _check_limits(name: str, label: str, info: TeacherInfo, config: Config) -> N
     gkd, teacher = config.gkd, config.actor_rollout_ref.teacher
     if teacher.top_k is not None and teacher.top_k > info.n_logprobs:
         raise ConfigError(
-            f"{TEACHER}.top_k={teacher.top_k}, but {label} returns at most {info.n_logprobs} ids; lower it, set it to "
-            "null, or start the teacher with a larger N_LOGPROBS"
+            f"{TEACHER}.top_k={teacher.top_k}, but it returns at most {info.n_logprobs} ids",
+            remedy="lower the key, set it to null, or start the teacher with a larger N_LOGPROBS",
+            worker=label,
+            keys=(f"{TEACHER}.top_k",),
         )
     uses_tail = not (uses_sampled_token_loss(gkd) or uses_custom_loss(gkd))
     if (teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalize" and uses_tail:
         raise ConfigError(
-            f"gkd.tail=renormalize with a top 1 of {label}: one renormalized id has probability 1 for both models, and "
-            f"the gradient is zero; set gkd.tail=bucket, or raise {TEACHER}.top_k or the teacher's N_LOGPROBS"
+            "gkd.tail=renormalize with a top 1: one renormalized id has probability 1 for both models, and the "
+            "gradient is zero",
+            worker=label,
+            remedy=f"set gkd.tail=bucket, or raise {TEACHER}.top_k or the teacher's N_LOGPROBS",
+            keys=("gkd.tail", f"{TEACHER}.top_k"),
         )
     n_response = max_scored_tokens(config)
     limit = "data.max_response_length" if n_response == config.data.max_response_length else "gkd.max_loss_position"
     longest = config.data.max_prompt_length + n_response
     if info.max_model_len < longest and prompt_settings(teacher, config.data).get(name) is None:
         raise ConfigError(
-            f"{label} scores at most {info.max_model_len} tokens, but data.max_prompt_length + "
-            f"{limit} = {longest}; lower one of them, or start the teacher with a larger MAX_MODEL_LEN"
+            f"it scores at most {info.max_model_len} tokens, but data.max_prompt_length + {limit} = {longest}",
+            remedy="lower one of them, or start the teacher with a larger MAX_MODEL_LEN",
+            worker=label,
+            keys=("data.max_prompt_length", limit),
         )

@@ -110,7 +110,7 @@ class Validation:
             )
             self.routes = read_routes(data_set, config) if validates_kl(config) else None
         except DataError as error:
-            raise DataError(f"data.val_files: {error}") from error
+            raise error.located(phase="data.val_files") from error
         self.data = data
         self._sources = np.array(read_sources(data_set, data.rows))
         batch_size = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
@@ -140,13 +140,16 @@ class Validation:
     def _check_names(self, best_metric: str | None) -> None:
         if self._reward in (LENGTH, TRUNCATED, *((FORWARD, REVERSE) if self.routes is not None else ())):
             raise ConfigError(
-                f"custom_reward_function.name={self._reward} is the name of another metric of validation; rename the "
-                "function"
+                f"custom_reward_function.name={self._reward} is the name of another metric of validation",
+                remedy="rename the function",
+                keys=("custom_reward_function.name",),
             )
         if best_metric is not None and best_metric not in self.metric_names:
             raise ConfigError(
                 f"trainer.best_metric={best_metric}: expected one of the metrics that may select the best checkpoint: "
-                f"{', '.join(self.metric_names)}. Choose one of them, or null"
+                f"{', '.join(self.metric_names)}",
+                remedy="choose one of them, or null",
+                keys=("trainer.best_metric",),
             )
 
     def pairs(self, responses: Sequence[Response]) -> list[tuple[Prompt, Response]]:

@@ -259,7 +259,7 @@ def _spawn(
 async def _reserve_pools(config: Config, device: str, *, timeout_s: float) -> tuple[Pool, ...]:
     """Reserve both pools, and check that the phases of the hybrid engine fit into the memory of their slots."""
     if device == "cuda" and (problems := list(hybrid_cuda_problems(config))):
-        raise ConfigError("\n".join(problems))
+        raise ConfigError.joined(problems)
     pools = await create_pools(pool_specs(config, device), timeout_s=timeout_s)
     try:
         await check_budget(config, device, pools, timeout_s=timeout_s)

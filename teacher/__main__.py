@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except TeacherError as error:
-        return _report_failure(args, str(error))
+        # The output begins with the command.
+        return _report_failure(args, str(error.replaced(operation="") if error.operation == args.command else error))
     except KeyboardInterrupt:
         return 130
     except (OSError, zmq.ZMQError) as error:  # refused by the system: files, sockets, permissions
@@ -52,7 +53,7 @@ def _report_failure(args: argparse.Namespace, reason: str) -> int:
     if args.log_format == "json":
         logger.error("%s failed: %s", args.command, reason)
     else:
-        print(f"teacher {args.command}: {reason.removeprefix(f'{args.command}: ')}", file=sys.stderr)
+        print(f"teacher {args.command}: {reason}", file=sys.stderr)
     return 1
 
 

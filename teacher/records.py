@@ -29,7 +29,7 @@ class TeacherSequence:
     prompt_len: int
 
     def __init__(self, token_ids: np.ndarray | Sequence[int], prompt_len: int) -> None:
-        """Store the sequence. Values are checked when a client sends it, so that the error names its index.
+        """Store the sequence. Values are checked when a client sends it, so that the error has its index.
 
         Args:
             token_ids: Array [N], which is not copied, or a plain list of N ids.

@@ -180,13 +180,19 @@ def _checked(record_type: Any, values: Any) -> dict[str, Any]:
     types = {field.name: field.type for field in fields(record_type)}
     name_of_type = record_type.__name__
     if not isinstance(values, dict) or set(values) != set(types):
-        raise TeacherProtocolError(f"{name_of_type} must have the keys {sorted(types)}, got {short(values)}")
+        raise TeacherProtocolError(
+            f"{name_of_type} must have the keys {sorted(types)}, got {short(values)}", entry=name_of_type
+        )
     for name, value in values.items():
         expected = _TYPES.get(str(types[name]))  # field types are strings in this module
         if expected is not None and not isinstance(value, expected):
-            raise TeacherProtocolError(f"{name} of {name_of_type} must have type {types[name]}, got {short(value)}")
+            raise TeacherProtocolError(
+                f"{name} of {name_of_type} must have type {types[name]}, got {short(value)}", entry=name
+            )
         if isinstance(value, int | float) and not abs(value) <= _LARGEST:  # also false for NaN
-            raise TeacherProtocolError(f"{name} of {name_of_type} must be at most {_LARGEST:g}, got {short(value)}")
+            raise TeacherProtocolError(
+                f"{name} of {name_of_type} must be at most {_LARGEST:g}, got {short(value)}", entry=name
+            )
     return values
 
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+
+from teacher.common.detailed_error import DetailedError
 
 INDEX_NAME = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _REPAIR = "copy or download it again"
 
 
-class WeightFileError(Exception):
-    """A weight file or an index is missing or damaged. The message names the file and a remedy."""
+@dataclass(eq=False, repr=False)
+class WeightFileError(DetailedError):
+    """A weight file or an index is missing or damaged.
+
+    Attributes:
+        path: The file.
+    """
+
+    path: Path | None = field(default=None, kw_only=True)
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
@@ -29,14 +39,20 @@ def read_index(folder: Path) -> dict[str, str] | None:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         file_of = {str(name): str(file) for name, file in weight_map.items()}
     except OSError as error:
-        raise WeightFileError(f"{index} cannot be read: {error.strerror or error}") from error
+        raise _unreadable(index, error) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise WeightFileError(
-            f"{index} is damaged: expected JSON with a weight_map ({type(error).__name__}: {error}); {_REPAIR}"
+            f"{index} is damaged: expected JSON with a weight_map ({type(error).__name__}: {error})",
+            path=index,
+            remedy=_REPAIR,
         ) from error
     if missing := sorted({file for file in file_of.values() if not (folder / file).is_file()}):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise WeightFileError(f"{folder / missing[0]}{more} is missing, but {INDEX_NAME} names it; {_REPAIR}")
+        raise WeightFileError(
+            f"{folder / missing[0]}{more} is missing, but {INDEX_NAME} names it",
+            path=folder / missing[0],
+            remedy=_REPAIR,
+        )
     return file_of
 
 
@@ -66,13 +82,13 @@ def open_weights(path: Path, framework: str = "np") -> safe_open:
     try:
         return safe_open(path, framework=framework)
     except OSError as error:
-        raise WeightFileError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
     except SafetensorError as error:
-        raise WeightFileError(_damage(path, error)) from error
+        raise _damage(path, error) from error
 
 
-def find_damaged_weights(folder: Path) -> str | None:
-    """Return a message that names a missing or damaged weight file of a model folder, None if all are intact.
+def find_damaged_weights(folder: Path) -> WeightFileError | None:
+    """Return the error of a missing or damaged weight file of a model folder, None if all are intact.
 
     Only headers and sizes are read, which takes milliseconds for a checkpoint of any size. A changed byte inside a
     tensor is not detected. ``*.bin`` files are checked only if there is no safetensors file, and only for size 0.
@@ -83,25 +99,39 @@ def find_damaged_weights(folder: Path) -> str | None:
             with open_weights(path):
                 pass
     except WeightFileError as error:
-        return str(error)
+        return error
     bins = [] if paths else sorted(folder.glob("*.bin"))
     return next((damage for path in bins if (damage := _find_unreadable(path))), None)
 
 
-def _damage(path: Path, error: SafetensorError) -> str:
+def _unreadable(path: Path, error: OSError) -> WeightFileError:
+    return WeightFileError(f"{path} cannot be read: {error.strerror or error}", path=path)
+
+
+def _empty(path: Path) -> WeightFileError:
+    return WeightFileError(f"{path} is empty (0 bytes)", path=path, remedy=_REPAIR)
+
+
+def _damage(path: Path, error: SafetensorError) -> WeightFileError:
     n_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(len(_LFS_POINTER))
     if n_bytes == 0:
-        return f"{path} is empty (0 bytes); {_REPAIR}"
+        return _empty(path)
     if start == _LFS_POINTER:
-        return f"{path} is a Git LFS pointer of {n_bytes} bytes, not the weights; run `git lfs pull` in its folder"
-    return f"{path} is damaged: its {n_bytes} bytes cannot be read as safetensors: {error}; {_REPAIR}"
+        return WeightFileError(
+            f"{path} is a Git LFS pointer of {n_bytes} bytes, not the weights",
+            path=path,
+            remedy="run `git lfs pull` in its folder",
+        )
+    return WeightFileError(
+        f"{path} is damaged: its {n_bytes} bytes cannot be read as safetensors: {error}", path=path, remedy=_REPAIR
+    )
 
 
-def _find_unreadable(path: Path) -> str | None:
+def _find_unreadable(path: Path) -> WeightFileError | None:
     try:
         with path.open("rb") as file:
-            return None if file.read(1) else f"{path} is empty (0 bytes); {_REPAIR}"
+            return None if file.read(1) else _empty(path)
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}"
+        return _unreadable(path, error)

@@ -33,7 +33,7 @@ from pathlib import Path
 import zmq
 
 from teacher.engines.base import ScoringEngine, SleepingEngine
-from teacher.errors import TeacherProtocolError, TeacherRequestError, TeacherUnavailable
+from teacher.errors import TeacherAsleep, TeacherProtocolError, TeacherRequestError
 from teacher.free_memory import MemoryTrimmer
 from teacher.stall_watchdog import stall_watchdog
 from teacher.stop_signal import Stoppable
@@ -81,7 +81,7 @@ class Worker:
                 limit. The proxy receives this limit and waits longer.
 
         Raises:
-            TeacherError: The address is malformed, or keys are missing.
+            TeacherSetupError: The address is malformed, or keys are missing.
         """
         self._engine = engine
         self._stall_timeout_s = stall_timeout_s
@@ -142,7 +142,7 @@ class Worker:
                 was_registered = True
                 on_registered()
             if not was_registered and time.monotonic() > register_until:
-                raise TeacherUnavailable(f"no proxy answered at {self.address}: {self._connection.explain_outage()}")
+                raise self._connection.outage().replaced(operation="registration")
 
     def _on_connection_event(self, was_registered: bool) -> None:
         if refusal := self._connection.read_event():
@@ -183,10 +183,10 @@ class Worker:
                 self._connection.send(protocol.encode_error(request_id, error))
             return
         if isinstance(message, Failure) and message.request_id == 0:
-            raise type(message.error)(f"the proxy at {self.address} refused this worker: {message.error}")
+            raise message.error.replaced(operation="registration", address=self.address)
         match message:
             case Score() if self._is_asleep:  # the proxy does not send any
-                refusal = TeacherUnavailable("this worker sleeps; wake it with `python -m teacher wake`")
+                refusal = TeacherAsleep("this worker sleeps", remedy="wake it with `python -m teacher wake`")
                 self._connection.send(protocol.encode_error(message.request_id, refusal))
             case Score():
                 self._jobs.add(message)
@@ -208,7 +208,11 @@ class Worker:
         """Let the engine sleep or wake up, and reply. The time limit includes the transfer of all weights."""
         self._state_request = None
         if self._sleeper is None:
-            error = TeacherRequestError("this worker has no sleep mode; start it with SLEEP_MODE=1 (--sleep-mode)")
+            error = TeacherRequestError(
+                "this worker has no sleep mode",
+                options=("--sleep-mode",),
+                remedy="start it with SLEEP_MODE=1 (--sleep-mode)",
+            )
             self._connection.send(protocol.encode_error(request.request_id, error))
             return
         if request.asleep != self._is_asleep:

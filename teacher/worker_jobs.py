@@ -83,18 +83,21 @@ class WorkerJobs:
         if request.model not in ("", info.identity):
             raise TeacherChanged(
                 f"this service serves {info.identity}, but the request is for the previous model of its client: "
-                f"{request.model}; start the service with that model again, or begin a new run with this one"
+                f"{request.model}",
+                remedy="start the service with that model again, or begin a new run with this one",
             )
         if request.top_k > info.n_logprobs:
             raise TeacherRequestError(
-                f"top_k={request.top_k}, the teacher returns at most {info.n_logprobs}; lower "
-                "actor_rollout_ref.teacher.top_k, or start the teacher with a larger N_LOGPROBS"
+                f"top_k={request.top_k}, the teacher returns at most {info.n_logprobs}",
+                argument="top_k",
+                options=("actor_rollout_ref.teacher.top_k", "N_LOGPROBS"),
+                remedy="lower actor_rollout_ref.teacher.top_k, or start the teacher with a larger N_LOGPROBS",
             )
         for i, sequence in enumerate(request.sequences):
             try:
                 self._engine.check(sequence, request.logits)
             except TeacherRequestError as error:
-                raise TeacherRequestError(f"sequence {i}: {error}") from None
+                raise error.replaced(sequence=i) from None
 
     def fill_engine(self) -> None:
         """Add the waiting requests to the engine that it may score now.
@@ -126,15 +129,16 @@ class WorkerJobs:
                 self._engine.add(key, sequence)
             except Exception as error:  # engines refuse with errors of any type, which concern this request only
                 logger.exception("the engine refused a sequence")
-                message = f"the engine refused the request: {type(error).__name__}: {error}"
-                self.refuse(key, TeacherRequestError(message))
+                self.refuse(
+                    key, TeacherRequestError(f"the engine refused the request: {type(error).__name__}: {error}")
+                )
                 return
 
     def refuse(self, key: int, error: TeacherRequestError) -> None:
         """End the request of a sequence with an error, if it is still open."""
         if (job := self._job_of_key.get(key)) is not None:
             self._forget(job)
-            self._send_error(job.request.request_id, error)
+            self._send_error(job.request.request_id, error.replaced(sequence=job.keys.index(key)))
 
     def collect(self, key: int, scored: ScoredSequence) -> int:
         """Store the result of a sequence, and send the reply if it was the last of its request.

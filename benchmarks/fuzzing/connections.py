@@ -59,7 +59,7 @@ class ConnectionTarget:
                 was_up |= connection.is_up
                 if not connection.is_up:
                     self._read(connection)
-                    connection.explain_outage()
+                    connection.outage()
                     connection.reconnect_if_due(time.monotonic() + 2 * RECONNECT_AFTER_LOSS_S)
                     return was_up
         raise Hang("the end of the connection was not reported")

@@ -19,9 +19,9 @@ from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestErr
 from teacher.records import ModelInfo, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire import header as checked
-from teacher.wire import messages, protocol
+from teacher.wire import protocol, request_checks
 from teacher.wire.frames import unpack_arrays, unpack_header
-from teacher.wire.messages import PROTOCOL_VERSION, Info, Ready, Score, ScoreReply, Status
+from teacher.wire.messages import PROTOCOL_VERSION, Failure, Info, Ready, Score, ScoreReply, Status
 
 _MAX_ERROR_CHARS = 2000
 _MAX_ID = 2**63 - 1
@@ -150,15 +150,15 @@ def _check_messages(frames: Frames) -> None:
     lens = lens if isinstance(lens, list) else [lens]
     arrays = [np.frombuffer(frame[: len(frame) // 4 * 4], np.int32) for frame in frames[1:]]
     checks: list[Callable[[], object]] = [
-        lambda: messages.check_temperature(header.get("temperature")),
-        lambda: messages.check_top_k(header.get("top_k")),
-        lambda: messages.check_wire_dtype(header.get("wire_dtype")),
+        lambda: request_checks.check_temperature(header.get("temperature")),
+        lambda: request_checks.check_top_k(header.get("top_k")),
+        lambda: request_checks.check_wire_dtype(header.get("wire_dtype")),
     ]
     sequences = [TeacherSequence(ids_N, n) for ids_N, n in zip(arrays, lens, strict=False)]
     for check in checks:
         with suppress(TeacherRequestError):
             check()
-    messages.check_sequences(sequences)
+    request_checks.check_sequences(sequences)
 
 
 def _msgpack_value(frame: bytes) -> Any:
@@ -196,6 +196,8 @@ def _decode(frames: Frames) -> None:
             _use_model(message.info)
         case Status():
             _use_status(message.status)
+        case Failure():
+            _must_decode("the error that the proxy passes on", protocol.encode_error(1, message.error), Failure)
 
 
 def _use_model(info: ModelInfo) -> None:

@@ -21,7 +21,7 @@ from fuzzing.memory import resident_bytes
 from fuzzing.mutations import set_request_id
 from fuzzing.targets import HANG_S, Defect, Frames, Hang
 from teacher.client import TeacherClient
-from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError
+from teacher.errors import TeacherAsleep, TeacherClosed, TeacherError, TeacherProtocolError, TeacherRequestError
 from teacher.wire import protocol
 from teacher.wire.messages import AsleepSet, Failure, Message, Ready, ScoreReply
 from teacher.worker import Worker
@@ -152,7 +152,7 @@ class ClientTarget:
             accepted = True
         except TeacherError as error:  # before the next clause: a TeacherTimeout is a TimeoutError
             accepted = False
-            if "I/O thread failed" in str(error):
+            if isinstance(error, TeacherClosed):
                 self._log.raise_first()
                 raise Defect("the client's thread ended") from error
         except FutureTimeout:
@@ -253,7 +253,7 @@ class WorkerTarget:
             elif isinstance(message, ScoreReply) and message.request_id == barrier_id:
                 return
             elif isinstance(message, Failure) and message.request_id == barrier_id:
-                if "sleeps" not in str(message.error):
+                if not isinstance(message.error, TeacherAsleep):
                     raise Defect(f"a valid request was refused: {str(message.error)[:100]}")
                 self._router.send(protocol.encode_set_asleep(_BARRIER_ID, 5.0, asleep=False))
             elif isinstance(message, AsleepSet) and message.request_id == _BARRIER_ID:

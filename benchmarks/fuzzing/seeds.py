@@ -102,8 +102,12 @@ def to_clients() -> list[Frames]:
         protocol.encode_score_reply(REQUEST_ID, scores(SEQUENCES)),
         protocol.encode_score_reply(REQUEST_ID, scores(SEQUENCES), top_k=2, wire_dtype="float16"),
         protocol.encode_retry_later(REQUEST_ID, "the queue is full"),
-        protocol.encode_error(REQUEST_ID, TeacherTimeout("late")),
-        protocol.encode_error(REQUEST_ID, TeacherRequestError("sequence 1: token id 200 is outside the vocabulary")),
+        protocol.encode_error(
+            REQUEST_ID, TeacherTimeout("late", stage="changing", workers=("host:1",), details=("one more line",))
+        ),
+        protocol.encode_error(
+            REQUEST_ID, TeacherRequestError("token id 200 is outside", sequence=1, remedy="lower it")
+        ),
         protocol.encode_asleep_set(REQUEST_ID, asleep=True, n_workers=1),
         protocol.encode_probe(),
     )
@@ -115,7 +119,7 @@ def from_workers() -> list[Frames]:
         protocol.encode_ready(READY),
         protocol.encode_heartbeat(Heartbeat(1, 2, 3, 4.0)),
         protocol.encode_score_reply(REQUEST_ID, scores(SEQUENCES)),
-        protocol.encode_error(REQUEST_ID, TeacherProtocolError("refused")),
+        protocol.encode_error(REQUEST_ID, TeacherProtocolError("refused", entry="v", peer_version=7)),
         protocol.encode_asleep_set(REQUEST_ID, asleep=True, n_workers=1),
         protocol.encode_goodbye("stopped"),
         protocol.encode_goodbye("RuntimeError: failed", broken=True),

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from omegaconf import OmegaConf
 
-from recipe_gkd.config.aliases import migration_tables, unknown_key_message
+from recipe_gkd.config.aliases import migration_tables, unknown_key_error
 from recipe_gkd.config.choices import OneOf
 from recipe_gkd.config.key_types import type_of
 from recipe_gkd.config.load import compose_config, description, known_keys, value_at
@@ -83,7 +83,7 @@ def _print_matches(wanted: Sequence[str]) -> int:
             print(textwrap.fill(meaning, LINE_WIDTH, initial_indent="    ", subsequent_indent="    "))
     unknown = [text for text, found in names.items() if not found]
     for text in unknown:
-        print(f"error: {unknown_key_message(text, known_keys())}", file=sys.stderr)
+        print(f"error: {unknown_key_error(text, known_keys())}", file=sys.stderr)
     return 1 if unknown else 0
 
 

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from recipe_gkd.config.megatron_fields import fixed_field_problems
 from recipe_gkd.config.objective import uses_sampled_token_loss
 from recipe_gkd.config.schema import Config
+from recipe_gkd.errors import ConfigError
 
 STRATEGY = "actor_rollout_ref.actor.strategy"
 MEGATRON = "actor_rollout_ref.actor.megatron"
 FSDP = "actor_rollout_ref.actor.fsdp_config"
 LORA = "actor_rollout_ref.actor.lora"
+POOL_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 MEGATRON_LAYOUT: dict[str, object] = {
     "tensor_model_parallel_size": 1,
@@ -40,8 +42,8 @@ FSDP_LAYOUT: dict[str, object] = {
 """Keys of FSDP's section that a run with Megatron would not follow, and the defaults."""
 
 
-def actor_problems(config: Config) -> Iterator[str]:
-    """Yield a message for each value of the actor's section that cannot work, or that its backend does not read."""
+def actor_problems(config: Config) -> Iterator[ConfigError]:
+    """Yield an error for each value of the actor's section that cannot work, or that its backend does not read."""
     yield from _unused_backend(config)
     yield from _actor_layout(config)
     yield from fixed_field_problems(config)
@@ -50,8 +52,8 @@ def actor_problems(config: Config) -> Iterator[str]:
     yield from _out_of_memory(config)
 
 
-def _unused_backend(config: Config) -> Iterator[str]:
-    """Yield a message for each layout key of the training backend that the run does not use."""
+def _unused_backend(config: Config) -> Iterator[ConfigError]:
+    """Yield an error for each layout key of the training backend that the run does not use."""
     actor = config.actor_rollout_ref.actor
     prefix, section, neutral, other = (
         (MEGATRON, actor.megatron, MEGATRON_LAYOUT, "megatron")
@@ -61,9 +63,10 @@ def _unused_backend(config: Config) -> Iterator[str]:
     for name, value in neutral.items():
         got = getattr(section, name)
         if got != value:
-            yield (
-                f"{prefix}.{name}={as_override_value(got)} has no effect with {STRATEGY}={actor.strategy}; set it to "
-                f"{as_override_value(value)}, or set {STRATEGY}={other}"
+            yield ConfigError(
+                f"{prefix}.{name}={as_override_value(got)} has no effect with {STRATEGY}={actor.strategy}",
+                remedy=f"set it to {as_override_value(value)}, or set {STRATEGY}={other}",
+                keys=(f"{prefix}.{name}", STRATEGY),
             )
 
 
@@ -72,92 +75,130 @@ def as_override_value(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _actor_layout(config: Config) -> Iterator[str]:
-    """Yield a message for each size of the training backend that does not fit the actor pool."""
+def _actor_layout(config: Config) -> Iterator[ConfigError]:
+    """Yield an error for each size of the training backend that does not fit the actor pool."""
     yield from (_fsdp_layout if config.actor_rollout_ref.actor.strategy == "fsdp" else _megatron_layout)(config)
 
 
-def _fsdp_layout(config: Config) -> Iterator[str]:
+def _fsdp_layout(config: Config) -> Iterator[ConfigError]:
     size, trainer = config.actor_rollout_ref.actor.fsdp_config.fsdp_size, config.trainer
     slots = trainer.nnodes * trainer.n_gpus_per_node
     if size == 0:
-        yield f"{FSDP}.fsdp_size=0: a copy of the model needs at least one rank; set it to -1 (all ranks) or above 0"
+        yield ConfigError(
+            f"{FSDP}.fsdp_size=0: a copy of the model needs at least one rank",
+            remedy="set it to -1 (all ranks) or above 0",
+            keys=(f"{FSDP}.fsdp_size",),
+        )
     elif size > 0 and slots % size:
-        yield (
+        yield ConfigError(
             f"the actor pool has trainer.nnodes x trainer.n_gpus_per_node = {trainer.nnodes} x "
-            f"{trainer.n_gpus_per_node} = {slots} slots, which is not a multiple of {FSDP}.fsdp_size={size}; change "
-            "the pool, or set fsdp_size=-1 (all ranks)"
+            f"{trainer.n_gpus_per_node} = {slots} slots, which is not a multiple of {FSDP}.fsdp_size={size}",
+            remedy="change the pool, or set fsdp_size=-1 (all ranks)",
+            keys=(*POOL_KEYS, f"{FSDP}.fsdp_size"),
         )
 
 
-def _megatron_layout(config: Config) -> Iterator[str]:
+def _megatron_layout(config: Config) -> Iterator[ConfigError]:
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
     slots = trainer.nnodes * trainer.n_gpus_per_node
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     cp = megatron.context_parallel_size
     if slots % (tp * cp * pp):
-        yield (
+        yield ConfigError(
             f"the actor pool has trainer.nnodes x trainer.n_gpus_per_node = {trainer.nnodes} x "
             f"{trainer.n_gpus_per_node} = {slots} slots, which is not a multiple of tensor x context x pipeline "
-            f"parallel size = {tp} x {cp} x {pp} = {tp * cp * pp}; change the pool or the layout"
+            f"parallel size = {tp} x {cp} x {pp} = {tp * cp * pp}",
+            remedy="change the pool or the layout",
+            keys=(
+                *POOL_KEYS,
+                *(f"{MEGATRON}.{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model")),
+            ),
         )
     ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or tp
     if slots % (etp * ep * pp):
-        yield (
+        yield ConfigError(
             f"the actor pool has {slots} slots, which is not a multiple of expert tensor x expert x pipeline parallel "
-            f"size = {etp} x {ep} x {pp} = {etp * ep * pp}; change the pool, {MEGATRON}.expert_model_parallel_size, or "
-            "expert_tensor_parallel_size (null: the tensor parallel size)"
+            f"size = {etp} x {ep} x {pp} = {etp * ep * pp}",
+            remedy=(
+                f"change the pool, {MEGATRON}.expert_model_parallel_size, or "
+                "expert_tensor_parallel_size (null: the tensor parallel size)"
+            ),
+            keys=(
+                *POOL_KEYS,
+                *(f"{MEGATRON}.{name}_parallel_size" for name in ("expert_tensor", "expert_model", "pipeline_model")),
+            ),
         )
     if megatron.transformer_impl == "transformer_engine" and trainer.device == "cpu":
-        yield f"{MEGATRON}.transformer_impl=transformer_engine with trainer.device=cpu needs a GPU; set it to auto"
+        yield ConfigError(
+            f"{MEGATRON}.transformer_impl=transformer_engine with trainer.device=cpu needs a GPU",
+            remedy="set it to auto",
+            keys=(f"{MEGATRON}.transformer_impl", "trainer.device"),
+        )
     if megatron.virtual_pipeline_model_parallel_size is not None and pp == 1:
-        yield (
+        yield ConfigError(
             f"{MEGATRON}.virtual_pipeline_model_parallel_size={megatron.virtual_pipeline_model_parallel_size} needs "
-            f"{MEGATRON}.pipeline_model_parallel_size > 1; it is 1"
+            f"{MEGATRON}.pipeline_model_parallel_size > 1, but it is 1",
+            remedy="raise the latter, or set the former to null",
+            keys=(f"{MEGATRON}.virtual_pipeline_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size"),
         )
 
 
-def _lora(config: Config) -> Iterator[str]:
+def _lora(config: Config) -> Iterator[ConfigError]:
     actor = config.actor_rollout_ref.actor
     lora = actor.lora
     if not lora.rank:
         for name, default in (("target_modules", None), ("dropout", 0.0)):
             if (got := getattr(lora, name)) != default:
-                yield (
+                yield ConfigError(
                     f"{LORA}.{name}={as_override_value(got)} has no effect with {LORA}.rank="
-                    f"{as_override_value(lora.rank)}; set it to {as_override_value(default)}, or set a rank, such as "
-                    f"{LORA}.rank=16"
+                    f"{as_override_value(lora.rank)}",
+                    remedy=f"set it to {as_override_value(default)}, or set a rank, such as {LORA}.rank=16",
+                    keys=(f"{LORA}.{name}", f"{LORA}.rank"),
                 )
         return
     if actor.strategy != "fsdp":
-        yield (
+        yield ConfigError(
             f"{LORA}.rank={lora.rank} with {STRATEGY}={actor.strategy}: only the layers of transformers can have "
-            f"adapters; set {STRATEGY}=fsdp, or {LORA}.rank=null"
+            "adapters",
+            remedy=f"set {STRATEGY}=fsdp, or {LORA}.rank=null",
+            keys=(f"{LORA}.rank", STRATEGY),
         )
     if lora.target_modules == []:
-        yield f"{LORA}.target_modules=[]: no layer gets an adapter; name layers, or set it to null (all linear layers)"
+        yield ConfigError(
+            f"{LORA}.target_modules=[]: no layer gets an adapter",
+            remedy="name layers, or set it to null (all linear layers)",
+            keys=(f"{LORA}.target_modules",),
+        )
     if lora.dropout and (config.gkd.use_rl_loss or uses_sampled_token_loss(config.gkd)):
-        yield (
+        yield ConfigError(
             f"{LORA}.dropout={lora.dropout:g} with a policy loss, or with gkd.distill_loss_type="
             f"{config.gkd.distill_loss_type}: such a loss needs the distribution that sampled the tokens, and the "
-            f"rollout workers have no dropout; set {LORA}.dropout=0"
+            "rollout workers have no dropout",
+            remedy=f"set {LORA}.dropout=0",
+            keys=(f"{LORA}.dropout", "gkd.use_rl_loss" if config.gkd.use_rl_loss else "gkd.distill_loss_type"),
         )
 
 
-def _optimizer(config: Config) -> Iterator[str]:
+def _optimizer(config: Config) -> Iterator[ConfigError]:
     optim = config.actor_rollout_ref.actor.optim
     if optim.min_lr > optim.lr:
-        yield f"actor_rollout_ref.actor.optim.min_lr={optim.min_lr:g} is above lr={optim.lr:g}; lower it"
+        yield ConfigError(
+            f"actor_rollout_ref.actor.optim.min_lr={optim.min_lr:g} is above lr={optim.lr:g}",
+            remedy="lower it",
+            keys=("actor_rollout_ref.actor.optim.min_lr", "actor_rollout_ref.actor.optim.lr"),
+        )
 
 
-def _out_of_memory(config: Config) -> Iterator[str]:
+def _out_of_memory(config: Config) -> Iterator[ConfigError]:
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     if trainer.oom != "split":
         return
     if not actor.use_dynamic_bsz:
-        yield (
+        yield ConfigError(
             "trainer.oom=split with actor_rollout_ref.actor.use_dynamic_bsz=false: micro-batches have a fixed number "
-            "of samples, so lowering max_token_len has no effect; set use_dynamic_bsz=true, or trainer.oom=fail"
+            "of samples, so lowering max_token_len has no effect",
+            remedy="set use_dynamic_bsz=true, or trainer.oom=fail",
+            keys=("trainer.oom", "actor_rollout_ref.actor.use_dynamic_bsz"),
         )
     megatron, n_ranks = actor.megatron, trainer.nnodes * trainer.n_gpus_per_node
     sizes = {
@@ -171,8 +212,11 @@ def _out_of_memory(config: Config) -> Iterator[str]:
     }
     if actor.strategy == "fsdp":
         sizes = {f"{FSDP}.fsdp_size": n_ranks if actor.fsdp_config.fsdp_size == -1 else actor.fsdp_config.fsdp_size}
-    if together := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
-        yield (
-            f"trainer.oom=split with {', '.join(together)}: ranks that share a model wait for each other within a "
-            "pass, so one of them cannot leave it; set trainer.oom=fail, or these sizes to 1"
+    if together := [name for name, size in sizes.items() if size > 1]:
+        shown = ", ".join(f"{name}={sizes[name]}" for name in together)
+        yield ConfigError(
+            f"trainer.oom=split with {shown}: ranks that share a model wait for each other within a "
+            "pass, so one of them cannot leave it",
+            remedy="set trainer.oom=fail, or these sizes to 1",
+            keys=("trainer.oom", *together),
         )

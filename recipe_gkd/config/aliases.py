@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from recipe_gkd.config.foreign_keys import PROJECTS, ForeignKey
 from recipe_gkd.config.foreign_keys.entries import ANY
+from recipe_gkd.errors import ConfigError
 
 MIN_SIMILARITY = 0.85
 MAX_SUGGESTIONS = 3
@@ -47,17 +48,20 @@ class Alias:
         read_as, names = " and ".join(overrides), " and ".join(text.partition("=")[0] for text in overrides)
         return f"{self.name} is a key of {self.project} and is read as {read_as}{advice}; write {names}"
 
-    def refusal(self, value: object = None) -> str:
-        """Return what to write instead.
+    def refusal(self, value: object = None) -> ConfigError:
+        """Return the error for the key, with what to write instead.
 
         Args:
             value: The key's value in a file, None if it is not needed.
         """
-        start = f"unknown key {self.name}: it is a key of {self.project}; "
-        if self.key is not None:
-            return f"{start}write {self.key}"
         overrides = self.entry.translate(str(value)) if value is not None else None
-        return start + (f"write {' '.join(overrides)}" if overrides else self.entry.advice)
+        written = (self.key,) if self.key is not None else overrides or ()
+        return ConfigError(
+            f"unknown key {self.name}: it is a key of {self.project}",
+            remedy=f"write {' '.join(written)}" if written else self.entry.advice,
+            keys=(self.name,),
+            suggestions=tuple(text.partition("=")[0] for text in written),
+        )
 
 
 def find_alias(name: str) -> Alias | None:
@@ -75,8 +79,8 @@ def find_alias(name: str) -> Alias | None:
     return min(matches, key=lambda match: match[0])[1] if matches else None
 
 
-def unknown_key_message(name: str, known: Iterable[str], value: object = None) -> str:
-    """Return the error message for an unknown key.
+def unknown_key_error(name: str, known: Iterable[str], value: object = None) -> ConfigError:
+    """Return the error for an unknown key.
 
     Args:
         name: Dotted name of the unknown key.
@@ -87,13 +91,15 @@ def unknown_key_message(name: str, known: Iterable[str], value: object = None) -
     if alias := find_alias(name):
         return alias.refusal(value)
     if suggestions := _suggestions(name, known):
-        return f"unknown key {name}: did you mean {' or '.join(suggestions)}?"
+        what = f"unknown key {name}: did you mean {' or '.join(suggestions)}?"
+        return ConfigError(what, keys=(name,), suggestions=tuple(suggestions))
     section = name.rpartition(".")[0]
     while section and not any(key.startswith(f"{section}.") for key in known):
         section = section.rpartition(".")[0]
+    remedy = "list the keys with `python -m recipe_gkd.config`"
     if section:
-        return f"unknown key {name}: `python -m recipe_gkd.config {section}` lists the keys of the section {section}"
-    return f"unknown key {name}: `python -m recipe_gkd.config` lists the keys"
+        remedy = f"list the keys of the section {section} with `python -m recipe_gkd.config {section}`"
+    return ConfigError(f"unknown key {name}", remedy=remedy, keys=(name,))
 
 
 def _suggestions(name: str, known: list[str]) -> list[str]:

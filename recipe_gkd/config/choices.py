@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipe_gkd.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class OneOf:
@@ -24,10 +26,10 @@ class OneOf:
         """Return ``value``.
 
         Raises:
-            ValueError: It is not one of the names.
+            ConfigError: It is not one of the names.
         """
         if value not in self.names():
-            raise ValueError(f"expected one of {', '.join(self.names())}")
+            raise ConfigError(f"got {value!r}; expected one of {', '.join(self.names())}")
         return value
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from recipe_gkd.errors import ConfigError
+
 _DURATION = re.compile(r"(?:(?P<days>\d{1,3})-)?(?P<hours>\d{1,4}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)")
 
 
@@ -12,15 +14,15 @@ def duration_s(text: str) -> int:
     """Return the seconds of a duration.
 
     Raises:
-        ValueError: ``text`` has another form, or is zero.
+        ConfigError: ``text`` has another form, or is zero.
     """
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise ValueError(f"got {text!r}, expected HH:MM:SS or D-HH:MM:SS, such as 03:50:00 or 1-23:50:00")
+        raise ConfigError(f"got {text!r}, expected HH:MM:SS or D-HH:MM:SS, such as 03:50:00 or 1-23:50:00")
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     total_s = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total_s == 0:
-        raise ValueError("got 0, expected a time above 0; use null for no limit")
+        raise ConfigError("got 0, expected a time above 0", remedy="use null for no limit")
     return total_s
 
 

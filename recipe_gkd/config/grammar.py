@@ -1,4 +1,4 @@
-"""Hydra's grammar of overrides: quotes, lists, and the message for text that Hydra cannot parse."""
+"""Hydra's grammar of overrides: quotes, lists, and the error for text that Hydra cannot parse."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, Literal
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+
+from recipe_gkd.errors import ConfigError
 
 ValueKind = Literal["list", "scalar", "unknown"]
 """Type of a key's value. It is unknown for a key that users named, and for a section."""
@@ -52,8 +54,8 @@ def to_text(value: Any) -> str:
     return "null" if value is None else str(value).lower()
 
 
-def grammar_problem(text: str, reason: str, kind: ValueKind = "unknown") -> str:
-    """Return the message for an override that Hydra cannot parse, with forms of it that can be parsed.
+def grammar_error(text: str, reason: str, kind: ValueKind = "unknown") -> ConfigError:
+    """Return the error for an override that Hydra cannot parse, with forms of it that can be parsed.
 
     Args:
         text: The override.
@@ -61,6 +63,7 @@ def grammar_problem(text: str, reason: str, kind: ValueKind = "unknown") -> str:
         kind: Type of the key's value.
     """
     key, separator, value = text.partition("=")
+    keys = (key.lstrip("+"),)
     one = quote(value) if kind != "list" else f"[{quote(value)}]"
     several = None
     if kind != "scalar" and value.startswith(("[", "{")):
@@ -68,15 +71,17 @@ def grammar_problem(text: str, reason: str, kind: ValueKind = "unknown") -> str:
     elif kind == "list" and "," in value:
         several = _quote_parts(f"[{value}]")
     if not separator or not _can_parse(f"{key}={one}"):
-        return f"the override {text!r} is not of the form key=value: {reason}"
+        return ConfigError(f"the override {text!r} is not of the form key=value: {reason}", keys=keys)
     remedy = f"quote the value for Hydra and the whole for the shell: {shlex.quote(f'{key}={one}')}"
     if several is not None and _can_parse(f"{key}={several}"):
         remedy = (
             f"write several values as a list: {shlex.quote(f'{key}={several}')}; for one value with commas, {remedy}"
         )
-    return (
+    return ConfigError(
         f"the override {text!r} cannot be parsed, because its value has a character with a meaning for Hydra "
-        f"({reason}); {remedy}"
+        f"({reason})",
+        remedy=remedy,
+        keys=keys,
     )
 
 

@@ -6,6 +6,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from recipe_gkd.errors import ConfigError
+
 # torch reads a timeout of zero as "use the default".
 MIN_TIMEOUT_S = 1e-3
 # The maximum of one request in teacher.wire.messages. poll() takes at most 24 days.
@@ -36,8 +38,9 @@ LOWEST_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 
 def _check_temperature(temperature: float) -> float:
     if 0 < temperature < LOWEST_TEMPERATURE:
-        raise ValueError(
-            f"vLLM would sample at {LOWEST_TEMPERATURE:g} instead; set 0 (greedy) or at least {LOWEST_TEMPERATURE:g}"
+        raise ConfigError(
+            f"got {temperature}, but vLLM would sample at {LOWEST_TEMPERATURE:g} instead",
+            remedy=f"set 0 (greedy) or at least {LOWEST_TEMPERATURE:g}",
         )
     return temperature
 

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from recipe_gkd.config.aliases import unknown_key_message
+from recipe_gkd.config.aliases import unknown_key_error
 from recipe_gkd.config.key_types import accepts_null, plain_type, type_of
 from recipe_gkd.config.overrides import CheckedOverrides, OverrideRules, leaf_names
 from recipe_gkd.config.schema import Config
@@ -41,7 +41,11 @@ def config_dir() -> Path:
     """
     folder = Path(__file__).resolve().parents[1] / "config_files"
     if not (folder / "on_policy_distill_trainer.yaml").is_file():
-        raise ConfigError(f"no config files in {folder}; reinstall recipe_gkd, or pass --config-dir FOLDER")
+        raise ConfigError(
+            f"no config files in {folder}",
+            remedy="reinstall recipe_gkd, or pass --config-dir FOLDER",
+            keys=("--config-dir",),
+        )
     return folder.resolve()
 
 
@@ -54,7 +58,7 @@ def load_config(name: str, overrides: Sequence[str] = (), folder: Path | None = 
         folder: Config folder. None: the one of this package.
 
     Raises:
-        ConfigError: The file does not exist, a key is unknown (the message names the nearest known one), a value has
+        ConfigError: The file does not exist, a key is unknown (``suggestions`` has the nearest known ones), a value has
             the wrong type or is out of range, a mandatory key is not set, or a combination of values cannot work.
     """
     return read_config(name, overrides, folder).config
@@ -79,18 +83,19 @@ def read_config(name: str, overrides: Sequence[str] = (), folder: Path | None = 
     """Compose, convert and validate a configuration, like :func:`load_config`, and find keys that have no effect.
 
     Raises:
-        ConfigError: See :func:`load_config`. Unknown keys, missing keys and invalid values are in one message.
+        ConfigError: See :func:`load_config`. Unknown keys, missing keys and invalid values are in one error.
     """
     folder = (folder or config_dir()).expanduser().resolve()
     checked = _check_overrides(overrides, folder)
     problems, composed, config = list(checked.problems), None, None
     try:
         composed = _compose(name, checked.accepted, folder)
-        config = to_config(composed)
+        config, invalid = _convert(composed)
     except ConfigError as error:
-        problems += [_with_origin(line, checked) for line in str(error).splitlines()]
+        invalid = [error]
+    problems += [_with_origin(error, checked) for error in invalid]
     if problems or composed is None or config is None:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError.joined(problems)
     validate(config)
     unused = unused_key_warnings(config, checked.keys | _keys_set_in_files(name, folder))
     return LoadedConfig(config=config, composed=composed, warnings=[*checked.warnings, *unused])
@@ -102,13 +107,13 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     A config file in a user's ``folder`` can name the config files of this package in its defaults list.
 
     Raises:
-        ConfigError: The file does not exist, or overrides are malformed or have unknown keys. The message lists all
-            of these overrides.
+        ConfigError: The file does not exist, or overrides are malformed or have unknown keys. It has the keys of all
+            these overrides.
     """
     folder = (folder or config_dir()).expanduser().resolve()
     checked = _check_overrides(overrides, folder)
     if checked.problems:
-        raise ConfigError("\n".join(checked.problems))
+        raise ConfigError.joined(checked.problems)
     return _compose(name, checked.accepted, folder)
 
 
@@ -121,20 +126,27 @@ def _compose(name: str, overrides: Sequence[str], folder: Path) -> DictConfig:
             search_path = [] if folder == config_dir() else [f"hydra.searchpath=[file://{config_dir()}]"]
             return compose(name, overrides=[*search_path, *overrides])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{name}.yaml cannot be composed with these overrides: {_one_line(error)}") from error
+        what = f"{name}.yaml cannot be composed with these overrides: {_one_line(error)}"
+        key = error.full_key if isinstance(error, OmegaConfBaseException) else None
+        raise ConfigError(what, keys=(key,) if key else ()) from error
 
 
 def _check_file(name: str, folder: Path) -> None:
-    """Raise an error if a config file does not exist. The message names the files that do."""
+    """Raise an error, which lists the config files, if a config file does not exist."""
     if not folder.is_dir():
         raise ConfigError(
-            f"the config folder {folder} does not exist (--config-path, --config-dir); leave the option out to use the "
-            f"config files of this package: {_names_in(config_dir())}"
+            f"the config folder {folder} does not exist (--config-path, --config-dir)",
+            remedy=f"leave the option out to use the config files of this package: {_names_in(config_dir())}",
+            keys=("--config-path", "--config-dir"),
         )
     if not (folder / f"{name}.yaml").is_file():
         former = FORMER_CONFIGS.get(name)
         hint = f"; {name}.yaml of verl's gkd is {former}" if former else ""
-        raise ConfigError(f"there is no {name}.yaml in {folder}; choose one of: {_names_in(folder)}{hint}")
+        raise ConfigError(
+            f"there is no {name}.yaml in {folder}",
+            remedy=f"choose one of: {_names_in(folder)}{hint}",
+            keys=("--config-name",),
+        )
 
 
 def _names_in(folder: Path) -> str:
@@ -177,38 +189,48 @@ def to_config(composed: DictConfig) -> Config:
     """Resolve interpolations and convert a composed configuration.
 
     Raises:
-        ConfigError: A mandatory key is not set, or values have the wrong type or are out of range. The message lists
+        ConfigError: A mandatory key is not set, or values have the wrong type or are out of range. It has the keys of
             all of them.
     """
-    missing = sorted(OmegaConf.missing_keys(composed))
-    problems = []
-    if missing:
-        assignments = "\n".join(f"  {key}=..." for key in missing)
-        problems.append(f"these keys have no default and must be set; add to the command:\n{assignments}")
-    try:
-        values = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException as error:
-        problems.append(f"an interpolation in the configuration cannot be resolved: {_one_line(error)}")
-        raise ConfigError("\n".join(problems)) from error
-    try:
-        config: Config = TypeAdapter(Config).validate_python(values)
-    except ValidationError as error:
-        details = [detail for detail in error.errors() if _name_of(detail) not in missing]
-        problems += [message for detail in details for message in _conversion_messages(detail)]
-        raise ConfigError("\n".join(problems)) from error
-    problems += _booleans_for_numbers(values, config)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    config, problems = _convert(composed)
+    if problems or config is None:
+        raise ConfigError.joined(problems)
     return config
 
 
-def _booleans_for_numbers(values: Any, config: Config) -> list[str]:
-    """Return a message for each boolean that has become a number. ``false`` would become 0, which may mean anything."""
+def _convert(composed: DictConfig) -> tuple[Config | None, list[ConfigError]]:
+    """Return the configuration, or None and the errors of its keys and values."""
+    missing = sorted(OmegaConf.missing_keys(composed))
+    problems = []
+    if missing:
+        problems.append(
+            ConfigError(
+                "these keys have no default and must be set",
+                remedy="add to the command:",
+                details=tuple(f"  {key}=..." for key in missing),
+                keys=tuple(missing),
+            )
+        )
+    try:
+        values = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        what = f"an interpolation in the configuration cannot be resolved: {_one_line(error)}"
+        return None, [*problems, ConfigError(what, keys=(error.full_key,) if error.full_key else ())]
+    try:
+        config: Config = TypeAdapter(Config).validate_python(values)
+    except ValidationError as error:
+        found = [detail for detail in error.errors() if _name_of(detail) not in missing]
+        return None, problems + [each for detail in found for each in _conversion_errors(detail)]
+    return config, problems + _booleans_for_numbers(values, config)
+
+
+def _booleans_for_numbers(values: Any, config: Config) -> list[ConfigError]:
+    """Return an error for each boolean that has become a number. ``false`` would become 0, which may mean anything."""
     problems = []
     for name in known_keys():
         if isinstance(got := value_at(values, name), bool) and not isinstance(attrgetter(name)(config), bool):
             or_null = ", or null" if accepts_null(type_of(name)) else ""
-            problems.append(f"{name}: got {got}; input should be a number{or_null}")
+            problems.append(ConfigError(f"{name}: got {got}; input should be a number{or_null}", keys=(name,)))
     return problems
 
 
@@ -265,31 +287,35 @@ def _check_overrides(overrides: Sequence[str], folder: Path) -> CheckedOverrides
     return rules.check(overrides)
 
 
-def _with_origin(line: str, checked: CheckedOverrides) -> str:
-    """Return a line of a message that starts with a key, with the override of another project's key that sets it."""
-    origin = checked.origins.get(line.partition(": ")[0])
-    return line if origin is None else f"{line} (set by {origin})"
+def _with_origin(error: ConfigError, checked: CheckedOverrides) -> ConfigError:
+    """Return an error with the overrides of other projects' keys that set its keys, and with their names."""
+    origins = {key: checked.origins[key] for key in error.keys if key in checked.origins}
+    lines = (f"{key} is set by {override}" for key, override in origins.items())
+    names = (override.partition("=")[0] for override in origins.values())
+    return error.replaced(details=(*error.details, *lines), keys=(*error.keys, *names))
 
 
 def _name_of(detail: ErrorDetails) -> str:
     return ".".join(str(part) for part in detail["loc"])
 
 
-def _conversion_messages(detail: ErrorDetails) -> list[str]:
+def _conversion_errors(detail: ErrorDetails) -> list[ConfigError]:
+    """Return the errors for a finding of pydantic."""
     key = _name_of(detail)
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         values = {
             name: value_at(detail["input"], name.removeprefix(f"{key}.")) for name in leaf_names(key, detail["input"])
         }
         values = {name: detail["input"] if name == key else value for name, value in values.items()}
-        return [unknown_key_message(name, known_keys(), value) for name, value in values.items()]
+        return [unknown_key_error(name, known_keys(), value) for name, value in values.items()]
     if detail["type"].startswith("missing"):
-        return [f"{key} is missing from the configuration; copy it from config/on_policy_distill_trainer.yaml"]
-    message = detail["msg"].removeprefix("Value error, ")
-    if message == detail["msg"]:  # pydantic's own text
-        message = message[0].lower() + message[1:]
-    got = "" if message.startswith("got ") else f"got {detail['input']!r}; "
-    return [f"{key}: {got}{message}"]
+        remedy = "copy it from config/on_policy_distill_trainer.yaml"
+        return [ConfigError(f"{key} is missing from the configuration", remedy=remedy, keys=(key,))]
+    keys = (".".join(part for part in detail["loc"] if isinstance(part, str)),)  # without positions in lists
+    if isinstance(reason := detail.get("ctx", {}).get("error"), ConfigError):  # of a validator of the schema
+        return [ConfigError(f"{key}: {reason.what}", remedy=reason.remedy, keys=keys)]
+    message = detail["msg"][0].lower() + detail["msg"][1:]
+    return [ConfigError(f"{key}: got {detail['input']!r}; {message}", keys=keys)]
 
 
 def _one_line(error: Exception) -> str:

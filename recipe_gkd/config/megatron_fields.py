@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from recipe_gkd.config.schema import Config
+from recipe_gkd.errors import ConfigError
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 
@@ -43,14 +44,16 @@ FIXED_FIELDS = {
 }
 
 
-def fixed_field_problems(config: Config) -> Iterator[str]:
-    """Yield a message for each field that must not be set."""
+def fixed_field_problems(config: Config) -> Iterator[ConfigError]:
+    """Yield an error for each field that must not be set."""
     actor = config.actor_rollout_ref.actor
     if actor.strategy != "megatron":
         return
     overrides = actor.megatron.override_transformer_config
     for name in sorted(FIXED_FIELDS.keys() & overrides.keys()):
-        yield (
+        yield ConfigError(
             f"{MEGATRON}.override_transformer_config.{name}={overrides[name]} is not allowed, because "
-            f"{FIXED_FIELDS[name]}; remove it"
+            f"{FIXED_FIELDS[name]}",
+            remedy="remove it",
+            keys=(f"{MEGATRON}.override_transformer_config.{name}",),
         )

@@ -12,9 +12,10 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from recipe_gkd.config.aliases import find_alias, unknown_key_message
+from recipe_gkd.config.aliases import find_alias, unknown_key_error
 from recipe_gkd.config.caller import resolve_override
-from recipe_gkd.config.grammar import ValueKind, grammar_problem, parse
+from recipe_gkd.config.grammar import ValueKind, grammar_error, parse
+from recipe_gkd.errors import ConfigError
 
 HYDRA_KEYS_IN_USE = ("hydra.searchpath",)
 
@@ -27,14 +28,14 @@ class CheckedOverrides:
         accepted: Overrides for Hydra, with keys of this project.
         keys: Keys that they set. A section that is set as a mapping counts with each of its keys.
         warnings: Messages about overrides that were translated or have no effect.
-        problems: Messages about overrides that cannot be used.
+        problems: Errors of overrides that cannot be used.
         origins: Our key -> override of another project's key that sets it.
     """
 
     accepted: tuple[str, ...] = ()
     keys: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
+    problems: tuple[ConfigError, ...] = ()
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -65,7 +66,7 @@ class OverrideRules:
             accepted=tuple(text for one in checked for text in one.accepted),
             keys=frozenset(key for one in checked for key in one.keys),
             warnings=tuple(text for one in checked for text in one.warnings),
-            problems=tuple(text for one in checked for text in one.problems) + _conflicts(overrides, checked),
+            problems=tuple(error for one in checked for error in one.problems) + _conflicts(overrides, checked),
             origins={key: text for one in checked for key, text in one.origins.items()},
         )
 
@@ -74,9 +75,9 @@ class OverrideRules:
         try:
             text, override = parse(text)
         except HydraException as error:
-            return CheckedOverrides(problems=(self._grammar_problem(text, " ".join(str(error).split())),))
+            return CheckedOverrides(problems=(self._grammar_error(text, " ".join(str(error).split())),))
         if override.is_sweep_override():
-            return CheckedOverrides(problems=(self._grammar_problem(text, "a comma separates the values of a sweep"),))
+            return CheckedOverrides(problems=(self._grammar_error(text, "a comma separates the values of a sweep"),))
         key = override.key_or_group
         if key.startswith("hydra.") and key not in HYDRA_KEYS_IN_USE:
             warning = (
@@ -86,7 +87,7 @@ class OverrideRules:
             return CheckedOverrides(warnings=(warning,))
         if self._is_known(key):
             keys = set(self._keys_of(override))
-            problems = tuple(unknown_key_message(name, self.known) for name in sorted(keys) if not self._is_known(name))
+            problems = tuple(unknown_key_error(name, self.known) for name in sorted(keys) if not self._is_known(name))
             if problems:
                 return CheckedOverrides(problems=problems)
             return CheckedOverrides(accepted=(self._prefixed(text),), keys=frozenset(keys))
@@ -95,17 +96,17 @@ class OverrideRules:
         alias, value = find_alias(key), text.partition("=")[2]
         translated = None if alias is None or override.is_delete() else alias.entry.translate(value)
         if alias is None or translated is None:
-            return CheckedOverrides(problems=(unknown_key_message(key, self.known),))
+            return CheckedOverrides(problems=(unknown_key_error(key, self.known),))
         translated = tuple(map(resolve_override, translated))
         names = frozenset(one.partition("=")[0] for one in translated)
         origins = dict.fromkeys(names, f"{key}={value}")
         return CheckedOverrides(accepted=translated, keys=names, warnings=(alias.warning(value),), origins=origins)
 
-    def _grammar_problem(self, text: str, reason: str) -> str:
+    def _grammar_error(self, text: str, reason: str) -> ConfigError:
         key = text.partition("=")[0].lstrip("+")
         is_scalar = key in self.known and key not in self.free_form
         kind: ValueKind = "list" if key in self.lists else "scalar" if is_scalar else "unknown"
-        return grammar_problem(text, reason, kind)
+        return grammar_error(text, reason, kind)
 
     def _is_known(self, name: str) -> bool:
         below = tuple(f"{section}." for section in self.free_form)
@@ -125,8 +126,8 @@ class OverrideRules:
         return leaf_names(override.key_or_group, value, lambda name: name in self._sections)
 
 
-def _conflicts(overrides: Sequence[str], checked: Sequence[CheckedOverrides]) -> tuple[str, ...]:
-    """Return messages about keys to which an override of another project's key and a different one give two values.
+def _conflicts(overrides: Sequence[str], checked: Sequence[CheckedOverrides]) -> tuple[ConfigError, ...]:
+    """Return errors for the keys to which an override of another project's key and a different one give two values.
 
     A key that is repeated under one name has its last value, as in Hydra.
     """
@@ -140,7 +141,13 @@ def _conflicts(overrides: Sequence[str], checked: Sequence[CheckedOverrides]) ->
     for key, by_name in values.items():
         texts, found = zip(*by_name.values(), strict=True)
         if any(value != found[0] for value in found):
-            problems.append(f"{' and '.join(texts)} set {key} to different values; write one of them, {key}=VALUE")
+            problems.append(
+                ConfigError(
+                    f"{' and '.join(texts)} set {key} to different values",
+                    remedy=f"write one of them, {key}=VALUE",
+                    keys=(key,),
+                )
+            )
     return tuple(problems)
 
 

@@ -19,8 +19,8 @@ def template_fields(template: str) -> list[str]:
 
 
 def template_problem(template: str) -> str | None:
-    """Return the reason why a template is invalid and what to change, None if it is valid."""
-    expected = "expected text with fields such as {prompt} or {extra_info.answer}; write {{ and }} for braces"
+    """Return the reason why a template is invalid, None if it is valid."""
+    expected = "expected text with fields such as {prompt} or {extra_info.answer}"
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from recipe_gkd.config.key_types import type_of
 from recipe_gkd.config.load import known_keys
+from recipe_gkd.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def numeric_range(name: str) -> Range | None:
     """Return the range of the key ``name``; None if it is not a number or a tuple of numbers.
 
     Raises:
-        ValueError: The key has no lower or no upper bound in the schema.
+        ConfigError: The key has no lower or no upper bound in the schema.
     """
     hint = type_of(name)
     kinds = [hint, *get_args(hint)] + [inner for outer in get_args(hint) for inner in get_args(outer)]
@@ -51,5 +52,5 @@ def numeric_range(name: str) -> Range | None:
     }
     low, high = found.get("gt", found.get("ge")), found.get("lt", found.get("le"))
     if low is None or high is None:
-        raise ValueError(f"{name} lacks a bound")
+        raise ConfigError(f"{name} lacks a bound in the schema", keys=(name,))
     return Range(low, high, "gt" in found, "lt" in found, integer=numbers == {int})

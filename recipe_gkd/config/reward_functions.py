@@ -9,6 +9,7 @@ from typing import Any
 
 from recipe_gkd.config.schema import Config, RewardFunctionConfig
 from recipe_gkd.config.schema.reward import RewardFailureMode
+from recipe_gkd.errors import ConfigError
 
 SECTION = "custom_reward_function"
 SUM_NAME = "reward"
@@ -89,26 +90,35 @@ def reserved_names(section: RewardFunctionConfig) -> frozenset[str]:
     return frozenset({*STATISTICS, *VALIDATION_METRICS, name, *section.functions})
 
 
-def reward_problems(config: Config) -> Iterator[str]:
-    """Yield a message for each invalid combination in the section."""
+def reward_problems(config: Config) -> Iterator[ConfigError]:
+    """Yield an error for each invalid combination in the section."""
     section = config.custom_reward_function
     if section.path is not None and section.functions:
-        yield (
+        yield ConfigError(
             f"{SECTION}.path={section.path} with {SECTION}.functions={{{', '.join(section.functions)}}}: they are one "
-            f"function or several; set {SECTION}.path=null, or remove {SECTION}.functions"
+            "function or several",
+            remedy=f"set {SECTION}.path=null, or remove {SECTION}.functions",
+            keys=(f"{SECTION}.path", f"{SECTION}.functions"),
         )
     for label, entry in section.functions.items():
         if not entry.path:
-            yield (
-                f"{SECTION}.functions.{label} has no path; set {SECTION}.functions.{label}.path to the Python file "
-                f"that defines {entry.name}"
+            yield ConfigError(
+                f"{SECTION}.functions.{label} has no path",
+                remedy=f"set {SECTION}.functions.{label}.path to the Python file that defines {entry.name}",
+                keys=(f"{SECTION}.functions.{label}.path",),
             )
     taken = {*STATISTICS, *VALIDATION_METRICS, SUM_NAME}
     for label in section.functions:
         if label in taken or not _LABEL.fullmatch(label):
-            yield (
+            yield ConfigError(
                 f"{SECTION}.functions.{label}: the label names the metrics reward/{label} and val/SOURCE/{label}; "
-                f"expected letters, digits and _ - . and none of {', '.join(sorted(taken))}. Rename it"
+                f"expected letters, digits and _ - . and none of {', '.join(sorted(taken))}",
+                remedy="rename it",
+                keys=(f"{SECTION}.functions.{label}",),
             )
     if section.functions and not any(entry.weight for entry in section.functions.values()):
-        yield f"the weights of all {SECTION}.functions are 0, so the reward is always 0; raise one of them"
+        yield ConfigError(
+            f"the weights of all {SECTION}.functions are 0, so the reward is always 0",
+            remedy="raise one of them",
+            keys=(f"{SECTION}.functions",),
+        )

@@ -92,61 +92,84 @@ def names(teacher: TeacherConfig) -> tuple[str, ...]:
     return tuple(teacher.teachers) or (DEFAULT,)
 
 
-def teacher_problems(config: Config) -> Iterator[str]:
-    """Yield a message for each invalid value of the teacher section, with the value to change."""
+def teacher_problems(config: Config) -> Iterator[ConfigError]:
+    """Yield an error for each invalid value of the teacher section, with the value to change."""
     teacher = config.actor_rollout_ref.teacher
     yield from _backend_problems(teacher)
     yield from _template_problems(teacher)
     for name, entry in teacher.teachers.items():
         if not _NAME.fullmatch(name):
-            yield (
+            yield ConfigError(
                 f"{TEACHER}.teachers: got a teacher with the name {name!r}; names are part of metric names and may "
-                "contain only letters, digits, _ and -; rename it"
+                "contain only letters, digits, _ and -",
+                remedy="rename it",
+                keys=(f"{TEACHER}.teachers.{name}",),
             )
         if not _is_address(entry.address):
-            yield f"{TEACHER}.teachers.{name}={entry.address}: expected host:port, such as 10.0.0.1:15555; correct it"
+            yield ConfigError(
+                f"{TEACHER}.teachers.{name}={entry.address}: expected host:port, such as 10.0.0.1:15555",
+                remedy="correct it",
+                keys=(f"{TEACHER}.teachers.{name}.address",),
+            )
     if len(teacher.teachers) > 1 and teacher.route_key is None:
-        yield (
-            f"{TEACHER}.teachers has {', '.join(teacher.teachers)}, but no key selects a teacher for each prompt; set "
-            f"{TEACHER}.route_key to the column of the data that names each prompt's teacher"
+        yield ConfigError(
+            f"{TEACHER}.teachers has {', '.join(teacher.teachers)}, but no key selects a teacher for each prompt",
+            remedy=f"set {TEACHER}.route_key to the column of the data that names each prompt's teacher",
+            keys=(f"{TEACHER}.teachers", f"{TEACHER}.route_key"),
         )
     if teacher.route_key is not None and not teacher.teachers:
-        yield (
-            f"{TEACHER}.route_key={teacher.route_key} without {TEACHER}.teachers: there is one teacher, at server_ip; "
-            "name the teachers, or set route_key=null"
+        yield ConfigError(
+            f"{TEACHER}.route_key={teacher.route_key} without {TEACHER}.teachers: there is one teacher, at server_ip",
+            remedy="name the teachers, or set route_key=null",
+            keys=(f"{TEACHER}.route_key", f"{TEACHER}.teachers"),
         )
 
 
-def _backend_problems(teacher: TeacherConfig) -> Iterator[str]:
+def _backend_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
     backend = teacher.backend
     if backend == "zmq":
         if teacher.model_path is not None:
-            yield f"{TEACHER}.model_path={teacher.model_path} has no effect with {TEACHER}.backend=zmq; set it to null"
+            yield ConfigError(
+                f"{TEACHER}.model_path={teacher.model_path} has no effect with {TEACHER}.backend=zmq",
+                remedy="set it to null",
+                keys=(f"{TEACHER}.model_path", f"{TEACHER}.backend"),
+            )
         return
     if teacher.teachers:
-        yield f"{TEACHER}.backend={backend} is one teacher; leave {TEACHER}.teachers out, or set backend=zmq"
+        yield ConfigError(
+            f"{TEACHER}.backend={backend} is one teacher",
+            remedy=f"leave {TEACHER}.teachers out, or set backend=zmq",
+            keys=(f"{TEACHER}.backend", f"{TEACHER}.teachers"),
+        )
     if backend != "hf":
         try:
             load_backend_class(backend)
         except ConfigError as error:
-            yield str(error)
+            yield error
         return
     if teacher.model_path is None:
-        yield f"{TEACHER}.backend=hf needs {TEACHER}.model_path, the folder of the teacher model"
+        yield ConfigError(
+            f"{TEACHER}.backend=hf needs {TEACHER}.model_path, the folder of the teacher model",
+            keys=(f"{TEACHER}.backend", f"{TEACHER}.model_path"),
+        )
     defaults = _default_section()
     for name in _SERVICE_ONLY:
         if (got := getattr(teacher, name)) != defaults[name]:
-            yield f"{TEACHER}.{name}={got} has no effect with {TEACHER}.backend=hf; leave it out, or set backend=zmq"
+            yield ConfigError(
+                f"{TEACHER}.{name}={got} has no effect with {TEACHER}.backend=hf",
+                remedy="leave it out, or set backend=zmq",
+                keys=(f"{TEACHER}.{name}", f"{TEACHER}.backend"),
+            )
 
 
-def _template_problems(teacher: TeacherConfig) -> Iterator[str]:
+def _template_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
     templates = {f"{TEACHER}.prompt_template": teacher.prompt_template}
     templates |= {
         f"{TEACHER}.teachers.{name}.prompt_template": entry.prompt_template for name, entry in teacher.teachers.items()
     }
     for key, template in templates.items():
         if template and (problem := template_problem(template)):
-            yield f"{key}={template!r:.200}: {problem}"
+            yield ConfigError(f"{key}={template!r:.200}: {problem}", remedy="write {{ and }} for braces", keys=(key,))
 
 
 def _own(value: Any, default: Any) -> Any:

@@ -17,6 +17,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 
 from recipe_gkd.data.values import Unreadable
+from recipe_gkd.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,10 @@ class ArrowRows:
     def place(self, index: int) -> str:
         """Return the place of a row in the file."""
         return f"row {index}"
+
+    def line(self, index: int) -> int | None:
+        """Return None, because a row need not be a line."""
+        return None
 
     def fields(self, path: Sequence[str]) -> list[str]:
         """Return the names of the fields of the objects at ``path``."""
@@ -140,12 +145,15 @@ def read_csv(path: Path) -> Batches:
             reader = csv.reader(file, strict=True)
             names = next(reader, None)
             if not names:
-                raise ValueError("it is empty; expected a first line with the names of the columns")
+                what = f"data file {path} is empty; expected a first line with the names of the columns"
+                raise DataError(what, file=path, line=1)
             schema = pa.schema([(name, pa.string()) for name in names])
             rows: list[list[str]] = []
             for row in reader:
                 if row and len(row) != len(names):
-                    raise ValueError(f"line {reader.line_num} has {len(row)} values; expected {len(names)}, as line 1")
+                    n_line, found = reader.line_num, len(row)
+                    what = f"data file {path}: line {n_line} has {found} values; expected {len(names)}, as line 1"
+                    raise DataError(what, file=path, line=n_line)
                 rows += [row] if row else []
                 if len(rows) >= _BATCH_ROWS:
                     batches.append(_text_batch(rows, schema))
@@ -153,9 +161,12 @@ def read_csv(path: Path) -> Batches:
             batches.append(_text_batch(rows, schema))
             return schema, batches
     except csv.Error as error:
-        raise ValueError(f"line {reader.line_num}: {error}; correct the line") from error
+        what = f"data file {path}: line {reader.line_num}: {error}"
+        raise DataError(what, remedy="correct the line", file=path, line=reader.line_num) from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"near line {reader.line_num + 1}: {error}; save the file as UTF-8") from error
+        line = reader.line_num + 1
+        what = f"data file {path}: near line {line}: {error}"
+        raise DataError(what, remedy="save the file as UTF-8", file=path, line=line) from error
     finally:
         csv.field_size_limit(limit)
 

@@ -46,6 +46,9 @@ class StoredRows(Protocol):
     def place(self, index: int) -> str:
         """Return the place of a row in the file, such as ``line 3``."""
 
+    def line(self, index: int) -> int | None:
+        """Return the number of a row's line, starting at 1. None if the format has no lines."""
+
     def fields(self, path: Sequence[str]) -> list[str]:
         """Return the names of the fields of the objects in a column, or in a nested field."""
 
@@ -67,7 +70,7 @@ def find_files(names: Sequence[str]) -> list[Path]:
         DataError: There are no paths, or a folder contains no data file.
     """
     if not names:
-        raise DataError("no data file was given; set data.train_files to one or more data files")
+        raise DataError("no data file was given", remedy="set data.train_files to one or more data files")
     paths = [Path(part) for name in names for part in _split_at_commas(name)]
     return [file for path in paths for file in _files_at(path)]
 
@@ -94,7 +97,8 @@ def _files_at(path: Path) -> list[Path]:
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
     if not found:
-        raise DataError(f"data folder {path} contains no file with a suffix of {', '.join(SUFFIXES)}; correct the path")
+        what = f"data folder {path} contains no file with a suffix of {', '.join(SUFFIXES)}"
+        raise DataError(what, remedy="correct the path", file=path)
     return found
 
 
@@ -105,7 +109,8 @@ def read_file(path: Path) -> StoredRows:
         DataError: The file is missing, cannot be read, or has no rows, or two columns have the same name.
     """
     if not path.is_file():
-        raise DataError(f"data file {path} does not exist (working directory: {Path.cwd()}); correct the path")
+        what = f"data file {path} does not exist (working directory: {Path.cwd()})"
+        raise DataError(what, remedy="correct the path", file=path)
     suffix = Path(path.name.removesuffix(_COMPRESSED)).suffix if path.name.endswith(SUFFIXES) else ".parquet"
     rows: StoredRows
     try:
@@ -115,13 +120,15 @@ def read_file(path: Path) -> StoredRows:
             rows = ArrowRows(path, read_csv(path))
         else:
             rows = ArrowRows(path, read_ipc(path) if suffix in _ARROW else read_parquet(path))
+    except DataError:
+        raise
     except (ArrowError, OSError, EOFError, ValueError, OverflowError, csv.Error) as error:
-        if isinstance(error, DataError):
-            raise
-        hint = "" if path.name.endswith(SUFFIXES) else f". Its suffix is none of the formats: {FORMATS}"
-        raise DataError(f"data file {path} cannot be read as {suffix[1:]}: {error}{hint}") from error
+        hint = "" if path.name.endswith(SUFFIXES) else f"its suffix is none of the formats: {FORMATS}"
+        what = f"data file {path} cannot be read as {suffix[1:]}: {error}"
+        raise DataError(what, details=(hint,) if hint else (), file=path) from error
     if duplicates := [column for column, count in Counter(rows.columns).items() if count > 1]:
-        raise DataError(f"data file {path}: two columns are named {duplicates[0]}; rename or remove one of them")
+        what = f"data file {path}: two columns are named {duplicates[0]}"
+        raise DataError(what, remedy="rename or remove one of them", file=path, column=duplicates[0])
     return rows
 
 

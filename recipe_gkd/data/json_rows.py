@@ -22,9 +22,11 @@ from recipe_gkd.data.values import (
     parse_json,
     replace_surrogates,
 )
+from recipe_gkd.errors import DataError
 
 log = logging.getLogger(__name__)
 
+EXPECTED = "expected a list of objects, or one object per line"
 _NEWLINE = b"\n"
 _TYPE_NAMES = {str: "text", int: "int", float: "float", bool: "bool", list: "list", dict: "object"}
 
@@ -38,7 +40,7 @@ class JsonRows:
         """Check every row.
 
         Raises:
-            ValueError: A row is no JSON object. The message names its line.
+            DataError: A row is no JSON object. It has the line, or in a JSON list the row.
         """
         self.path, self._is_list = path, False
         content = content.removeprefix(b"\xef\xbb\xbf")
@@ -46,7 +48,7 @@ class JsonRows:
         spans = _lines(content)
         if content.lstrip().startswith(b"["):
             self._is_list = True
-            self._content, spans = _elements(content)
+            self._content, spans = _elements(path, content)
         self._spans = np.frombuffer(spans, np.int64).reshape(-1, 3) if spans else np.zeros((0, 3), np.int64)
         self._types: dict[str, Counter[type]] = {}
         self._repaired: set[int] = set()
@@ -69,24 +71,27 @@ class JsonRows:
             text = self._line(index).decode()
             row = parse_json(text)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{self.place(index)}, column {error.colno}: {error.msg}; expected a list of objects, or one "
-                "object per line. Correct or remove the line"
-            ) from error
+            what = f"{self.place(index)}, column {error.colno}: {error.msg}; {EXPECTED}"
+            raise self._error(index, what, "correct or remove the line") from error
         except ValueError as error:  # also UnicodeDecodeError
-            raise ValueError(f"{self.place(index)}: {error}; correct or remove the row") from error
+            raise self._error(index, f"{self.place(index)}: {error}", "correct or remove the row") from error
         line = self._line(index)
         may_be_deep = line.count(b"[") + line.count(b"{") > MAX_LEVELS
         if may_be_deep and count_levels(row) > MAX_ROW_LEVELS:
-            raise ValueError(
-                f"{self.place(index)}: it has more than {MAX_ROW_LEVELS} nested levels; correct or remove the row"
-            )
+            what = f"{self.place(index)}: it has more than {MAX_ROW_LEVELS} nested levels"
+            raise self._error(index, what, "correct or remove the row")
         if not isinstance(row, dict):
-            raise ValueError(f"{self.place(index)} is {row!r:.100}; expected a list of objects, or one object per line")
+            raise self._error(index, f"{self.place(index)} is {row!r:.100}; {EXPECTED}", "")
         for name, value in row.items():
             self._types.setdefault(name, Counter())[type(value)] += 1
         if (may_be_deep or may_have_surrogates(line)) and _repair(row) != row:
             self._repaired.add(index)
+
+    def _error(self, index: int, what: str, remedy: str) -> DataError:
+        row = index if self._is_list else None
+        return DataError(
+            f"data file {self.path}: {what}", remedy=remedy, file=self.path, row=row, line=self.line(index)
+        )
 
     def _line(self, index: int) -> bytes | bytearray:
         return self._content[self._spans[index, 0] : self._spans[index, 1]]
@@ -101,7 +106,11 @@ class JsonRows:
 
     def place(self, index: int) -> str:
         """Return the place of a row in the file."""
-        return f"row {index}" if self._is_list else f"line {self._spans[index, 2]}"
+        return f"row {index}" if self._is_list else f"line {self.line(index)}"
+
+    def line(self, index: int) -> int | None:
+        """Return the number of a row's line, starting at 1. None for a JSON list."""
+        return None if self._is_list else int(self._spans[index, 2])
 
     def fields(self, path: Sequence[str]) -> list[str]:
         """Return the names of the fields of the objects at ``path``."""
@@ -142,12 +151,14 @@ def _lines(content: bytes) -> array[int]:
     return spans
 
 
-def _elements(content: bytes) -> tuple[bytearray, array[int]]:
+def _elements(path: Path, content: bytes) -> tuple[bytearray, array[int]]:
     """Return the elements of a JSON list as bytes, and start, end and 0 of each. One is parsed at a time."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"line {1 + content.count(_NEWLINE, 0, error.start)}: {error}") from error
+        line = 1 + content.count(_NEWLINE, 0, error.start)
+        what = f"data file {path}: line {line}: {error}"
+        raise DataError(what, remedy="save the file as UTF-8", file=path, line=line) from error
     decoder, joined, spans = json.JSONDecoder(), bytearray(), array("q")
 
     def skip_spaces(position: int) -> int:
@@ -172,12 +183,11 @@ def _elements(content: bytes) -> tuple[bytearray, array[int]]:
         if skip_spaces(position + 1) < len(text):
             raise json.JSONDecodeError("Extra data", text, position + 1)
     except RecursionError:
-        raise ValueError(
-            f"row {len(spans) // 3}: it has more than {MAX_ROW_LEVELS} nested levels; correct or remove the row"
-        ) from None
+        row = len(spans) // 3
+        what = f"data file {path}: row {row}: it has more than {MAX_ROW_LEVELS} nested levels"
+        raise DataError(what, remedy="correct or remove the row", file=path, row=row) from None
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"line {error.lineno}, column {error.colno} (row {len(spans) // 3}): {error.msg}; expected a list "
-            "of objects, or one object per line. Correct the file"
-        ) from error
+        row = len(spans) // 3
+        what = f"data file {path}: line {error.lineno}, column {error.colno} (row {row}): {error.msg}; {EXPECTED}"
+        raise DataError(what, remedy="correct the file", file=path, row=row, line=error.lineno) from error
     return joined, spans

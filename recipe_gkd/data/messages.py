@@ -59,7 +59,7 @@ def read_messages(value: Any, where: str, *, drop_nulls: bool = False) -> list[M
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise DataError(
             f"{where}: the prompt is {value!r:.200}; expected a string, or a list of {{'role': ..., 'content': ...}} "
-            "messages that is not empty"
+            "messages that is not empty",
         )
     return [_message(message, number, where, drop_nulls) for number, message in enumerate(value)]
 
@@ -95,7 +95,8 @@ def content_of(message: Message, label: str) -> str | None:
     if not isinstance(content, list):
         raise DataError(
             f"{label} is {content!r:.100} ({type(content).__name__}); expected a string, or a list of parts such as "
-            "{'type': 'text', 'text': ...}. Correct or remove the row"
+            "{'type': 'text', 'text': ...}",
+            remedy="correct or remove the row",
         )
     return "".join(_text_of_part(part, label) for part in content)
 
@@ -108,7 +109,8 @@ def _text_of_part(part: Any, label: str) -> str:
         return text
     raise DataError(
         f"{label} has a part of type {kind!r}: {part!r:.100}; expected parts {{'type': 'text', 'text': ...}} only, "
-        "because student and teacher see nothing but text. Remove the part or the row"
+        "because student and teacher see nothing but text",
+        remedy="remove the part or the row",
     )
 
 
@@ -118,14 +120,15 @@ def _message(message: Message, number: int, where: str, drop_nulls: bool) -> Mes
         sender = "role" if message.get("from") is None else "from"
         raise DataError(
             f"{where}: message {number} has {sender} {message.get(sender)!r:.100}; expected a role such as user, "
-            "assistant, system or tool, or in ShareGPT's form a sender such as human or gpt. Correct or remove the row"
+            "assistant, system or tool, or in ShareGPT's form a sender such as human or gpt",
+            remedy="correct or remove the row",
         )
     label = f"{where}: the content of message {number} (role {role!r})"
     content, tool_calls = content_of(message, label), _tool_calls(message, number, where)
     if content is None and not tool_calls:
         raise DataError(
-            f"{label} is null; expected a string. Fill it in or remove the row; only a message with tool_calls may "
-            "have no content"
+            f"{label} is null; expected a string, because only a message with tool_calls may have no content",
+            remedy="fill it in or remove the row",
         )
     is_sharegpt = message.get("role") is None
     skipped = {"role", "content", "tool_calls", *(("from", "value") if is_sharegpt else ())}
@@ -147,8 +150,8 @@ def _tool_calls(message: Message, number: int, where: str) -> list[Any] | None:
     if calls is None or (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         return calls
     raise DataError(
-        f"{where}: the tool_calls of message {number} are {found!r:.200}; expected a list of objects, or its JSON "
-        "text. Correct or remove the row"
+        f"{where}: the tool_calls of message {number} are {found!r:.200}; expected a list of objects, or its JSON text",
+        remedy="correct or remove the row",
     )
 
 
@@ -166,8 +169,8 @@ def _messages_in_text(text: str, where: str) -> list[Message] | None:
         if error.msg == "Extra data" or not _LOOKS_LIKE_MESSAGES.fullmatch(text):
             return None  # a text that begins with an object
         raise DataError(
-            f"{where}: the prompt {text!r:.200} looks like messages, but is no JSON ({error}); write messages as a "
-            "list, or as JSON text (json.dumps), not as str() of a list"
+            f"{where}: the prompt {text!r:.200} looks like messages, but is no JSON ({error})",
+            remedy="write messages as a list, or as JSON text (json.dumps), not as str() of a list",
         ) from None
     except ValueError:
         return None

@@ -98,11 +98,12 @@ class PromptData:
             has_text = has_text or isinstance(row.prompt, str)
             if first_with_tools is None and row.tools is not None:
                 first_with_tools = row
-            ids = tokenize_prompt(row.prompt, tokenizer, row.where, template=self.template, tools=row.tools)
-            if len(ids) > config.max_prompt_length:
-                if config.filter_overlong_prompts:
-                    continue
-                ids = truncate_prompt(ids, config, row.where)
+            with row.locate_errors(config.prompt_key):
+                ids = tokenize_prompt(row.prompt, tokenizer, row.where, template=self.template, tools=row.tools)
+                if len(ids) > config.max_prompt_length:
+                    if config.filter_overlong_prompts:
+                        continue
+                    ids = truncate_prompt(ids, config, row.where)
             self.ids.append(ids)
             self.rows.append(row.index)
             inputs.add_prompt(row.prompt, row.tools)
@@ -124,7 +125,7 @@ class PromptData:
             )
         log.info("tokenized %d prompts of %s in %.1f s", n_rows, self.name, time.monotonic() - started_at)
         if not self.ids:
-            raise DataError(f"all {n_rows} prompts of {self.name} are longer than {limit}; raise it")
+            raise DataError(f"all {n_rows} prompts of {self.name} are longer than {limit}", remedy="raise it")
         return inputs.hexdigest()
 
     def __len__(self) -> int:

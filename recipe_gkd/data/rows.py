@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.files import StoredRows, find_files, read_file
 from recipe_gkd.data.messages import Message, content_of, conversation_of, read_prompt, role_of
 from recipe_gkd.data.tools import Tools, read_tools
-from recipe_gkd.data.values import Unreadable, nested_value, without_nulls
+from recipe_gkd.data.values import ColumnPath, RowColumns, Unreadable, nested_value, without_nulls
 from recipe_gkd.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -30,41 +31,19 @@ COMPLETION = "completion"
 """Column of the reference responses beside ``prompt`` in TRL's data."""
 VERL_TRUTH = ("reward_model", "ground_truth")
 """Path of the ground truth in files that were prepared for verl."""
-PROMPT_KEY_HINT = "Set data.prompt_key to the column of the prompts"
-
-ColumnPath = tuple[str, ...]
-"""Name of a column, followed by the names of nested fields."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowColumns:
-    """Columns that the parts of a row come from.
-
-    Attributes:
-        names: All columns of the data set.
-        prompt: Column of the prompt.
-        response: Column of the reference response.
-        tools: Path of the tools. None: rows have no tools.
-        truth: Path of the ground truth. None: the data has none.
-        data_source: Column of the name of the data source.
-    """
-
-    names: Sequence[str]
-    prompt: str
-    response: str
-    tools: ColumnPath | None
-    truth: ColumnPath | None
-    data_source: str
+PROMPT_KEY_REMEDY = "set data.prompt_key to the column of the prompts"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
     """A row of a data set. Each part is made when it is read first, so that a column that is not read cannot fail.
 
-    Each property raises a :class:`DataError` that names file, row and column if the value cannot be used.
+    Each property raises a :class:`DataError` with file, row and column if the value cannot be used.
 
     Attributes:
         index: Index of the row in the data set, starting at 0.
+        file: File of the row.
+        line: Line of the row in the file, starting at 1. None if the file has no lines.
         where: Name of the data set, file and place of the row, for messages.
         values: Values by column, as the file has them.
         columns: Columns that the parts come from.
@@ -72,23 +51,41 @@ class Row:
     """
 
     index: int
+    file: Path
+    line: int | None
     where: str
     values: Mapping[str, Any]
     columns: RowColumns
     adds_nulls: bool
 
+    @contextmanager
+    def locate_errors(self, column: str = "") -> Iterator[None]:
+        """Add file, row, line and column to a data error of the block that has no row."""
+        try:
+            yield
+        except DataError as error:
+            if error.row is None:
+                error.file, error.row, error.line = self.file, self.index, self.line
+                error.column = error.column or column
+            raise
+
     def value(self, path: ColumnPath) -> Any:
         """Return the value of a column or nested field, None if the row has none."""
         column = self.values.get(path[0])
         if isinstance(column, Unreadable):
-            raise DataError(f"{self.where}: the column {path[0]} cannot be read: {column.reason}. Correct the column")
+            with self.locate_errors(path[0]):
+                what = f"{self.where}: the column {path[0]} cannot be read: {column.reason}"
+                raise DataError(what, remedy="correct the column")
         return nested_value(column, path[1:])
 
     def prompt_at(self, path: ColumnPath) -> str | list[Message] | None:
         """Return the prompt in another column than that of the student's, None if the row has none."""
-        value = self.value(path)
-        where = f"{self.where}, column {'.'.join(path)}"
-        return None if value is None else read_prompt(value, where, drop_nulls=self.adds_nulls)
+        value, column = self.value(path), ".".join(path)
+        return None if value is None else self._read_prompt(value, column)
+
+    def _read_prompt(self, value: Any, column: str) -> str | list[Message]:
+        with self.locate_errors(column):
+            return read_prompt(value, f"{self.where}, column {column}", drop_nulls=self.adds_nulls)
 
     @cached_property
     def _prompt_value(self) -> Any:
@@ -104,7 +101,8 @@ class Row:
         names = [key] if key in CONVERSATIONS else CONVERSATIONS
         for name in names:
             if (value := self.value((name,))) is not None:
-                return name, conversation_of(value, f"{self.where}, column {name}")
+                with self.locate_errors(name):
+                    return name, conversation_of(value, f"{self.where}, column {name}")
         return None
 
     @property
@@ -120,22 +118,24 @@ class Row:
     def prompt(self) -> str | list[Message]:
         """Prompt: a text, or messages whose contents are texts. A conversation without its final assistant message."""
         if self._conversation is None:
-            where = f"{self.where}, column {self.columns.prompt}"
-            return read_prompt(self._prompt_value, where, drop_nulls=self.adds_nulls)
+            return self._read_prompt(self._prompt_value, self.columns.prompt)
         name, messages = self._conversation
         if self._final_message is not None:
             messages = messages[:-1]
-        return read_prompt(messages, f"{self.where}, column {name}", drop_nulls=self.adds_nulls)
+        return self._read_prompt(messages, name)
 
     @cached_property
     def response(self) -> str | None:
         """Reference response, None if the row has none."""
         for name in (self.columns.response, *((COMPLETION,) if self._reads_completion else ())):
             if (value := self.value((name,))) is not None:
-                return self._response_text(value, name)
+                with self.locate_errors(name):
+                    return self._response_text(value, name)
         if (final := self._final_message) is None or self._conversation is None:
             return None
-        return content_of(final, f"{self.where}, column {self._conversation[0]}: the content of the final message")
+        name = self._conversation[0]
+        with self.locate_errors(name):
+            return content_of(final, f"{self.where}, column {name}: the content of the final message")
 
     @property
     def _reads_completion(self) -> bool:
@@ -150,7 +150,8 @@ class Row:
                 return text
         raise DataError(
             f"{self.where}: the response in column {name!r} is {value!r:.200}; expected a string, or a list of one "
-            "assistant message with a text. Correct or remove the row"
+            "assistant message with a text",
+            remedy="correct or remove the row",
         )
 
     @cached_property
@@ -158,7 +159,9 @@ class Row:
         """Tools that the chat template describes, None without any."""
         if (path := self.columns.tools) is None:
             return None
-        return read_tools(self.value(path), self.where, ".".join(path), drop_nulls=self.adds_nulls)
+        value, column = self.value(path), ".".join(path)
+        with self.locate_errors(column):
+            return read_tools(value, self.where, column, drop_nulls=self.adds_nulls)
 
     @property
     def ground_truth(self) -> Any:
@@ -251,7 +254,15 @@ class DataSet(Sequence[Row]):
         which = bisect_right(self._starts, number) - 1
         file, at = self._stored[which], number - self._starts[which]
         where = f"row {index} of {self.name} ({file.path}, {file.place(at)})"
-        return Row(index=index, where=where, values=file.values(at), columns=columns, adds_nulls=file.adds_nulls)
+        return Row(
+            index=index,
+            file=file.path,
+            line=file.line(at),
+            where=where,
+            values=file.values(at),
+            columns=columns,
+            adds_nulls=file.adds_nulls,
+        )
 
     def take(self, rows: Sequence[int]) -> DataSet:
         """Return a data set of some rows, which have new indices and share their memory with this one."""
@@ -286,8 +297,8 @@ class DataSet(Sequence[Row]):
 
         Args:
             key: Name of the column, or names of a column and of nested fields, joined by dots.
-            setting: Configuration key that has the value ``key``, for the error message.
-            purpose: Purpose of the column, which completes "Set ... to the column", for the error message.
+            setting: Configuration key that has the value ``key``, for the error.
+            purpose: Purpose of the column, which completes "set ... to the column", for the error.
 
         Raises:
             DataError: The data set has no such column or field.
@@ -302,7 +313,12 @@ class DataSet(Sequence[Row]):
         hint = f"column {'.'.join(path[:depth])} has {', '.join(names) or 'no fields'}"
         if not depth:
             hint = f"it has: {', '.join(names)}"
-        raise DataError(f"{setting}={key}: the data has no such column; {hint}. Set {setting} to the column {purpose}")
+        raise DataError(
+            f"{setting}={key}: the data has no such column; {hint}",
+            remedy=f"set {setting} to the column {purpose}",
+            column=key,
+            existing=tuple(names),
+        )
 
     def _has(self, path: ColumnPath) -> bool:
         return path[0] in self.columns if len(path) == 1 else any(file.has_field(path) for file in self._stored)
@@ -360,9 +376,13 @@ def read_data_set(files: Sequence[str], config: DataConfig, name: str = TRAINING
     for file in stored:
         if not {key, *CONVERSATIONS} & set(file.columns):
             raise DataError(
-                f"data file {file.path} has no column {key!r}; it has: {', '.join(file.columns) or 'none'}. "
-                f"{PROMPT_KEY_HINT}"
+                f"data file {file.path} has no column {key!r}; it has: {', '.join(file.columns) or 'none'}",
+                remedy=PROMPT_KEY_REMEDY,
+                file=file.path,
+                column=key,
+                existing=tuple(file.columns),
             )
         if not len(file):
-            raise DataError(f"data file {file.path} has no rows; remove it from the data files")
+            remedy = "remove it from the data files"
+            raise DataError(f"data file {file.path} has no rows", remedy=remedy, file=file.path)
     return DataSet(stored, config, name).limited_to(max_samples)

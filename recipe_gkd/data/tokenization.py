@@ -11,7 +11,7 @@ import numpy as np
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.messages import Message
 from recipe_gkd.data.rows import DataSet
-from recipe_gkd.errors import DataError
+from recipe_gkd.errors import DataError, ModelError
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def tokenize_prompt(
     if isinstance(prompt, str):
         if tools:
             raise DataError(
-                f"{where}: the prompt is plain text, which gets no chat template, so its tools cannot be described; "
-                "write it as a list of messages, or set data.tools_key=null"
+                f"{where}: the prompt is plain text, which gets no chat template, so its tools cannot be described",
+                remedy="write it as a list of messages, or set data.tools_key=null",
             )
         ids = tokenizer(prompt)["input_ids"]
         bos = tokenizer.bos_token_id
@@ -60,7 +60,7 @@ def tokenize_prompt(
     else:
         ids = _apply_template(prompt, tokenizer, where, template, tools, tokenize=True, add_generation_prompt=True)
     if len(ids) == 0:
-        raise DataError(f"{where}: the prompt has no tokens; remove the row")
+        raise DataError(f"{where}: the prompt has no tokens", remedy="remove the row")
     return np.asarray(ids, dtype=np.int32)
 
 
@@ -124,8 +124,8 @@ def truncate_prompt(ids: np.ndarray, config: DataConfig, where: str) -> np.ndarr
     limit = config.max_prompt_length
     if config.truncation == "error":
         raise DataError(
-            f"{where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}; "
-            "raise it, set data.filter_overlong_prompts=true, or data.truncation to left, right or middle"
+            f"{where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}",
+            remedy="raise it, set data.filter_overlong_prompts=true, or data.truncation to left, right or middle",
         )
     if config.truncation == "left":
         return ids[-limit:]
@@ -148,29 +148,36 @@ def tokenize_references(
         end_ids: Ids that end a response. The EOS token is appended to responses that end with another id.
 
     Raises:
-        DataError: The column is missing, a response is empty or not text, or the tokenizer has no EOS token.
+        DataError: The column is missing, or a response is empty or not text.
+        ModelError: The tokenizer has no EOS token.
     """
     key, limit = config.response_key, config.max_response_length
-    remedy = "Set data.response_key to the column of the reference responses, or gkd.sft_share=0 to train without them"
+    remedy = "set data.response_key to the column of the reference responses, or gkd.sft_share=0 to train without them"
     if not data_set.has_responses:
         raise DataError(
             f"gkd.sft_share is above 0, but the data has no column data.response_key={key}; it has: "
-            f"{', '.join(data_set.columns)}. {remedy}"
+            f"{', '.join(data_set.columns)}",
+            remedy=remedy,
+            column=key,
+            existing=tuple(data_set.columns),
         )
     if tokenizer.eos_token_id is None:
-        raise DataError(
-            "the student's tokenizer has no end-of-sequence token, which reference responses end with: set eos_token "
-            "in its tokenizer_config.json, or gkd.sft_share=0"
+        raise ModelError(
+            "the student's tokenizer has no end-of-sequence token, which reference responses end with",
+            remedy="set eos_token in its tokenizer_config.json, or gkd.sft_share=0",
+            names=("eos_token",),
         )
     for index in rows:
         row = data_set[index]
         text = row.response
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text is not None else []
         if text is None or len(ids) == 0:
-            raise DataError(
-                f"{row.where}: the response in column {key!r} is {text!r:.200}; expected a string that is not empty. "
-                f"Remove the row. {remedy}"
-            )
+            with row.locate_errors(key):
+                raise DataError(
+                    f"{row.where}: the response in column {key!r} is {text!r:.200}; expected a string that is not "
+                    "empty",
+                    remedy=f"remove the row, {remedy}",
+                )
         if ids[-1] not in end_ids:
             ids = [*ids, tokenizer.eos_token_id]
         yield text, np.asarray(ids[:limit], dtype=np.int32)

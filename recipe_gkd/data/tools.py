@@ -28,13 +28,15 @@ def read_tools(value: Any, where: str, key: str, *, drop_nulls: bool) -> Tools |
         try:
             tools = parse_json(value) if value.strip() else None
         except ValueError as error:
-            raise DataError(f"{where}: the tools in column {key} are no JSON: {error}; got {value!r:.200}") from error
+            what = f"{where}: the tools in column {key} are no JSON: {error}; got {value!r:.200}"
+            raise DataError(what, column=key) from error
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(
             f"{where}: the tools in column {key} are {value!r:.200}; expected a list of objects such as "
-            "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}, or its JSON text"
+            "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}, or its JSON text",
+            column=key,
         )
     found: Tools = without_nulls(tools) if drop_nulls and not isinstance(value, str) else tools
     return found

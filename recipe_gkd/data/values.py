@@ -1,4 +1,4 @@
-"""Values of columns: parse JSON, walk through objects, and mark what cannot be read."""
+"""Columns and their values: parse JSON, walk through objects, and mark what cannot be read."""
 
 from __future__ import annotations
 
@@ -15,6 +15,31 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 MAX_LEVELS, MAX_ROW_LEVELS = 100, 400
 """Largest number of nested levels of a value that is read, and of a row that is parsed."""
+
+
+ColumnPath = tuple[str, ...]
+"""Name of a column, followed by the names of nested fields."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowColumns:
+    """Columns that the parts of a row come from.
+
+    Attributes:
+        names: All columns of the data set.
+        prompt: Column of the prompt.
+        response: Column of the reference response.
+        tools: Path of the tools. None: rows have no tools.
+        truth: Path of the ground truth. None: the data has none.
+        data_source: Column of the name of the data source.
+    """
+
+    names: Sequence[str]
+    prompt: str
+    response: str
+    tools: ColumnPath | None
+    truth: ColumnPath | None
+    data_source: str
 
 
 @dataclass(frozen=True)

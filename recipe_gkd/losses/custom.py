@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipe_gkd.errors import ConfigError
+from recipe_gkd.errors import CustomLossError
 from recipe_gkd.runtime.user_code import load_attribute
 
 KEY = "gkd.custom_loss"
+GRADIENT = "gradient of loss_T"
 METRIC_NAME = re.compile(r"[A-Za-z0-9_./-]+")
 EXAMPLE_LENGTHS = (5, 3)
 EXAMPLE_TOP_K = 4
@@ -118,14 +119,16 @@ class CustomLoss:
             uids_T: Uid of each token's sample, int64, for error messages; None if the tokens belong to no samples.
 
         Raises:
-            ConfigError: The function failed, or an output is invalid. The message names the function, the output and
-                the uids of the affected samples.
+            CustomLossError: The function failed, or an output is invalid.
         """
         outputs = _checked_call(self.function, self.label, inputs, uids_T)
         if (names := tuple(sorted(outputs.metrics))) != self.metric_names:
-            raise ConfigError(
+            raise CustomLossError(
                 f"{self.label} returned the metrics {list(names)}, expected {list(self.metric_names)} as in its first "
-                "call; return the same metrics in every call"
+                "call",
+                remedy="return the same metrics in every call",
+                keys=(KEY,),
+                output="metrics",
             )
         valid_T = inputs.has_teacher_T
         metrics = {name: value_T.detach().double().where(valid_T, 0) for name, value_T in outputs.metrics.items()}
@@ -144,11 +147,13 @@ def load_custom_loss(path: str, name: str) -> CustomLoss:
         name: ``gkd.custom_loss.name``, a function in it.
 
     Raises:
-        ConfigError: The file or the function does not exist, or its outputs or their gradients are invalid.
+        ConfigError: The file or the function does not exist.
+        CustomLossError: Its outputs or their gradients are invalid.
     """
     function, label = load_attribute(path, name, key=KEY), f"{KEY}: {name} of {path}"
     if not callable(function):
-        raise ConfigError(f"{label} is of type {_describe(function)}, expected a function of LossInputs")
+        what = f"{label} is of type {_describe(function)}, expected a function of LossInputs"
+        raise CustomLossError(what, keys=(KEY,))
     inputs = example_inputs()
     with torch.enable_grad():
         outputs = _checked_call(function, label, inputs)
@@ -162,19 +167,23 @@ def _checked_call(
     try:
         outputs = function(inputs)
     except (Exception, SystemExit) as error:  # a user's function can raise any exception
-        raise ConfigError(f"{label} raised {type(error).__name__}: {error}") from error
+        raise CustomLossError(f"{label} raised {type(error).__name__}: {error}", keys=(KEY,)) from error
     if not isinstance(outputs, LossOutputs):
-        raise ConfigError(f"{label} returned {_describe(outputs)}, expected recipe_gkd.losses.LossOutputs")
+        what = f"{label} returned {_describe(outputs)}, expected recipe_gkd.losses.LossOutputs"
+        raise CustomLossError(what, keys=(KEY,))
     _check_tensor(outputs.loss_T, "loss_T", label, inputs, uids_T)
     if not outputs.loss_T.is_floating_point():
-        raise ConfigError(f"{label} returned loss_T of dtype {outputs.loss_T.dtype}, expected a floating-point dtype")
+        what = f"{label} returned loss_T of dtype {outputs.loss_T.dtype}, expected a floating-point dtype"
+        raise CustomLossError(what, keys=(KEY,), output="loss_T")
     if torch.is_grad_enabled() and inputs.student_logps_TB.requires_grad and not outputs.loss_T.requires_grad:
         raise _no_gradient_error(label)
     if not isinstance(outputs.metrics, Mapping):
-        raise ConfigError(f"{label} returned metrics of type {_describe(outputs.metrics)}, expected a dict of tensors")
+        what = f"{label} returned metrics of type {_describe(outputs.metrics)}, expected a dict of tensors"
+        raise CustomLossError(what, keys=(KEY,), output="metrics")
     for name, value_T in outputs.metrics.items():
         if not (isinstance(name, str) and METRIC_NAME.fullmatch(name)):
-            raise ConfigError(f"{label} returned a metric named {name!r}, expected letters, digits and _ . / - only")
+            what = f"{label} returned a metric named {name!r}, expected letters, digits and _ . / - only"
+            raise CustomLossError(what, keys=(KEY,), output=f"metrics[{name!r}]")
         _check_tensor(value_T, f"metrics[{name!r}]", label, inputs, uids_T)
     return outputs
 
@@ -186,54 +195,66 @@ def _check_gradients(loss_T: Tensor, label: str, inputs: LossInputs) -> None:
             loss_T.sum(), [getattr(inputs, name) for name in STUDENT_INPUTS], allow_unused=True
         )
     except Exception as error:  # a backward function of the user can raise any exception
-        raise ConfigError(
-            f"{label} returned loss_T whose backward pass raised {type(error).__name__}: {error}"
-        ) from error
+        what = f"{label} returned loss_T whose backward pass raised {type(error).__name__}: {error}"
+        raise CustomLossError(what, keys=(KEY,), output=GRADIENT) from error
     found = {name: gradient for name, gradient in zip(STUDENT_INPUTS, gradients, strict=True) if gradient is not None}
     if not found:
         raise _no_gradient_error(label)
     if invalid := [f"inputs.{name}" for name, gradient in found.items() if not gradient.isfinite().all()]:
-        raise ConfigError(
-            f"{label} returned a finite loss_T whose gradient is not finite, with respect to {', '.join(invalid)}; "
-            "avoid functions with an infinite derivative, such as sqrt at 0"
+        raise CustomLossError(
+            f"{label} returned a finite loss_T whose gradient is not finite, with respect to {', '.join(invalid)}",
+            remedy="avoid functions with an infinite derivative, such as sqrt at 0",
+            keys=(KEY,),
+            output=GRADIENT,
         )
 
 
-def _no_gradient_error(label: str) -> ConfigError:
-    return ConfigError(
-        f"{label} returned loss_T without a gradient: it does not depend on the student; compute it from "
-        "inputs.student_*, without detach(), item() or torch.no_grad()"
+def _no_gradient_error(label: str) -> CustomLossError:
+    return CustomLossError(
+        f"{label} returned loss_T without a gradient: it does not depend on the student",
+        remedy="compute it from inputs.student_*, without detach(), item() or torch.no_grad()",
+        keys=(KEY,),
+        output=GRADIENT,
     )
 
 
 def _check_tensor(value_T: Any, output: str, label: str, inputs: LossInputs, uids_T: Tensor | None) -> None:
     if not isinstance(value_T, Tensor):
-        raise ConfigError(f"{label} returned {output} of type {_describe(value_T)}, expected a tensor [T]")
+        what = f"{label} returned {output} of type {_describe(value_T)}, expected a tensor [T]"
+        raise CustomLossError(what, keys=(KEY,), output=output)
     if value_T.device != (device := inputs.positions_T.device):
-        raise ConfigError(
-            f"{label} returned {output} on device {value_T.device}, expected {device}; create tensors on the device of "
-            "the inputs"
+        raise CustomLossError(
+            f"{label} returned {output} on device {value_T.device}, expected {device}",
+            remedy="create tensors on the device of the inputs",
+            keys=(KEY,),
+            output=output,
         )
     if value_T.shape != (inputs.n_tokens,):
-        raise ConfigError(
+        raise CustomLossError(
             f"{label} returned {output} of shape {tuple(value_T.shape)}, expected [T] = ({inputs.n_tokens},): one "
-            "value for each response token"
+            "value for each response token",
+            keys=(KEY,),
+            output=output,
         )
     if value_T.is_complex():
-        raise ConfigError(f"{label} returned {output} of dtype {value_T.dtype}, expected real numbers")
+        what = f"{label} returned {output} of dtype {value_T.dtype}, expected real numbers"
+        raise CustomLossError(what, keys=(KEY,), output=output)
     invalid_T = ~value_T.detach().isfinite() & inputs.has_teacher_T
     if invalid_T.any():
         token = int(invalid_T.nonzero()[0])
-        samples = "" if uids_T is None else f" of the samples with uid {_list_uids(uids_T[invalid_T])}"
-        raise ConfigError(
+        uids = () if uids_T is None else tuple(uids_T[invalid_T].unique().tolist())
+        samples = f" of the samples with uid {_list_uids(uids)}" if uids else ""
+        raise CustomLossError(
             f"{label} returned {output} with {value_T[token].item()} at token {token} of {inputs.n_tokens} (position "
             f"{int(inputs.positions_T[token])} of response {int(inputs.sequence_T[token])} in the micro-batch), "
-            f"expected finite numbers; {int(invalid_T.sum())} tokens{samples} are affected"
+            f"expected finite numbers; {int(invalid_T.sum())} tokens{samples} are affected",
+            keys=(KEY,),
+            output=output,
+            uids=uids,
         )
 
 
-def _list_uids(uids_T: Tensor) -> str:
-    uids = uids_T.unique().tolist()
+def _list_uids(uids: tuple[int, ...]) -> str:
     return ", ".join(map(str, uids[:MAX_UIDS_IN_MESSAGE])) + (", ..." if len(uids) > MAX_UIDS_IN_MESSAGE else "")
 
 

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recipe_gkd.errors import ConfigError
+
 TAIL_MODES = ("bucket", "renormalize", "none")
 
 # Lower bound of the teacher's tail if some id is outside the support. It is half the distance from 1 to the next
@@ -77,10 +79,10 @@ def bucketed_distributions(
         tail: One of ``TAIL_MODES``.
 
     Raises:
-        ValueError: ``tail`` is unknown.
+        ConfigError: ``tail`` is unknown.
     """
     if tail not in TAIL_MODES:
-        raise ValueError(f"got tail mode {tail!r}, expected one of {', '.join(TAIL_MODES)}")
+        raise ConfigError(f"got tail mode {tail!r}, expected one of {', '.join(TAIL_MODES)}", keys=("gkd.tail",))
     valid_TB = torch.cat([valid_TK, log_mass_TB[:, -1:] != float("-inf")], dim=1)
     log_p_TB = teacher_log_buckets(teacher_logps_TK, valid_TK, has_tail_T=valid_TB[:, -1]).to(log_mass_TB.dtype)
     valid_TC = valid_TB if tail == "bucket" else valid_TB[:, :-1]

@@ -46,7 +46,7 @@ def select_backend(tensor: Tensor, choice: str = "auto") -> KernelBackend:
         ConfigError: ``choice`` is unknown, or ``triton`` cannot run on this tensor.
     """
     if choice not in KERNEL_BACKENDS:
-        raise ConfigError(f"{KEY}: got {choice!r}, expected one of {', '.join(KERNEL_BACKENDS)}")
+        raise ConfigError(f"{KEY}: got {choice!r}, expected one of {', '.join(KERNEL_BACKENDS)}", keys=(KEY,))
     if choice == "torch" or (choice == "auto" and not (tensor.is_cuda and tensor.dtype in TRITON_DTYPES)):
         return torch_kernels
     backend = _load_triton()
@@ -54,15 +54,21 @@ def select_backend(tensor: Tensor, choice: str = "auto") -> KernelBackend:
         return backend or torch_kernels
     if backend is None:
         raise ConfigError(
-            f"{KEY}=triton, but Triton cannot be imported or cannot compile here; repair the installation, or set "
-            f"{KEY}=auto"
+            f"{KEY}=triton, but Triton cannot be imported or cannot compile here",
+            remedy=f"repair the installation, or set {KEY}=auto",
+            keys=(KEY,),
         )
     if tensor.dtype not in TRITON_DTYPES:
-        raise ConfigError(f"{KEY}=triton, but the logits are {tensor.dtype}, expected {TRITON_DTYPES}; set {KEY}=auto")
+        raise ConfigError(
+            f"{KEY}=triton, but the logits are {tensor.dtype}, expected {TRITON_DTYPES}",
+            remedy=f"set {KEY}=auto",
+            keys=(KEY,),
+        )
     if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
-            f"{KEY}=triton, but the logits are on {tensor.device}, expected a GPU; set {KEY}=auto, or set the "
-            "environment variable TRITON_INTERPRET=1 for a test"
+            f"{KEY}=triton, but the logits are on {tensor.device}, expected a GPU",
+            remedy=f"set {KEY}=auto, or set the environment variable TRITON_INTERPRET=1 for a test",
+            keys=(KEY,),
         )
     return backend
 

@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from recipe_gkd.errors import ConfigError
+
+KEY = "gkd.distill_loss_type"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 N_DIVERGENCE_INPUTS = 1  # distributions
@@ -65,7 +68,7 @@ def register_divergence(name: str) -> Callable[[Function], Function]:
         name: Value of ``gkd.distill_loss_type``.
 
     Raises:
-        ValueError: The name is registered already, or a parameter has neither a value nor a default.
+        ConfigError: The name is registered already, or a parameter has neither a value nor a default.
     """
     return _register(_divergences, name, N_DIVERGENCE_INPUTS, DIVERGENCE_PARAMETERS)
 
@@ -80,7 +83,7 @@ def register_sampled_token_loss(name: str) -> Callable[[Function], Function]:
         name: Value of ``gkd.distill_loss_type``.
 
     Raises:
-        ValueError: The name is registered already, or a parameter has neither a value nor a default.
+        ConfigError: The name is registered already, or a parameter has neither a value nor a default.
     """
     return _register(_sampled_token_losses, name, N_SAMPLED_TOKEN_INPUTS, SAMPLED_TOKEN_PARAMETERS)
 
@@ -90,14 +93,17 @@ def _register(
 ) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         if name in loss_names():
-            raise ValueError(f"a distillation loss named {name!r} is registered already; choose another name")
+            what = f"a distillation loss named {name!r} is registered already"
+            raise ConfigError(what, remedy="choose another name", keys=(KEY,))
         parameters = list(inspect.signature(function).parameters.values())[n_inputs:]
         named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         for each in named:
             if each.name not in supplied and each.default is each.empty:
-                raise ValueError(
+                raise ConfigError(
                     f"the distillation loss {name!r} has the parameter {each.name} without a default, expected one of "
-                    f"{', '.join(supplied)}; rename it, or give it a default"
+                    f"{', '.join(supplied)}",
+                    remedy="rename it, or give it a default",
+                    keys=(KEY,),
                 )
         losses[name] = RegisteredLoss(name=name, function=function, parameters=tuple(each.name for each in named))
         return function
@@ -109,7 +115,7 @@ def get_divergence(name: str) -> RegisteredLoss:
     """Return the divergence with this name.
 
     Raises:
-        ValueError: No divergence has this name.
+        ConfigError: No divergence has this name.
     """
     return _get(_divergences, name, "divergence")
 
@@ -118,14 +124,14 @@ def get_sampled_token_loss(name: str) -> RegisteredLoss:
     """Return the loss on the sampled token with this name.
 
     Raises:
-        ValueError: No loss on the sampled token has this name.
+        ConfigError: No loss on the sampled token has this name.
     """
     return _get(_sampled_token_losses, name, "loss on the sampled token")
 
 
 def _get(losses: dict[str, RegisteredLoss], name: str, kind: str) -> RegisteredLoss:
     if name not in losses:
-        raise ValueError(f"got {kind} {name!r}, expected one of {', '.join(losses)}")
+        raise ConfigError(f"got {kind} {name!r}, expected one of {', '.join(losses)}", keys=(KEY,))
     return losses[name]
 
 

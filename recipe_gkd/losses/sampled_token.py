@@ -21,6 +21,7 @@ import math
 import torch
 from torch import Tensor
 
+from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses.registry import register_sampled_token_loss
 
 IMPORTANCE_MODES = ("none", "truncate", "mask")
@@ -97,10 +98,11 @@ def importance_weights(logp_T: Tensor, sampling_logp_T: Tensor, importance: str,
         Weight of each position, [T].
 
     Raises:
-        ValueError: ``importance`` is unknown.
+        ConfigError: ``importance`` is unknown.
     """
     if importance not in IMPORTANCE_MODES:
-        raise ValueError(f"got importance mode {importance!r}, expected one of {', '.join(IMPORTANCE_MODES)}")
+        what = f"got importance mode {importance!r}, expected one of {', '.join(IMPORTANCE_MODES)}"
+        raise ConfigError(what, keys=("gkd.importance",))
     if importance == "none":
         return torch.ones_like(logp_T)
     ratio_T = probability_ratio(logp_T.detach(), sampling_logp_T)

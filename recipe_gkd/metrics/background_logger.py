@@ -85,10 +85,12 @@ class BackgroundLogger:
         self._is_disabled = True
         if not has_ended:
             raise ConfigError(
-                f"{call} did not return within {OPEN_TIMEOUT_S:g} s, and may wait for an input or for a service; "
-                f"{self._source.remedy}"
+                f"{call} did not return within {OPEN_TIMEOUT_S:g} s, and may wait for an input or for a service",
+                remedy=self._source.remedy,
+                keys=("trainer.logger",),
             )
-        raise ConfigError(f"{call} raised {type(error).__name__}: {error}; {self._source.remedy}") from error
+        what = f"{call} raised {type(error).__name__}: {error}"
+        raise ConfigError(what, remedy=self._source.remedy, keys=("trainer.logger",)) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue a copy of the metrics for the logger, unless it is disabled."""

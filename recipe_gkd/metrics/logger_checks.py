@@ -64,8 +64,9 @@ def _check_wandb() -> None:
                 error,
             )
             return
-        raise ConfigError(f"trainer.logger has wandb, but its login failed: {error}; {_REMEDY}") from error
-    raise ConfigError(f"trainer.logger has wandb, but no API key was found; {_REMEDY}")
+        what = f"trainer.logger has wandb, but its login failed: {error}"
+        raise ConfigError(what, remedy=_REMEDY, keys=("trainer.logger",)) from error
+    raise ConfigError("trainer.logger has wandb, but no API key was found", remedy=_REMEDY, keys=("trainer.logger",))
 
 
 def _check_swanlab() -> None:
@@ -73,4 +74,8 @@ def _check_swanlab() -> None:
 
     settings = swanlab.Settings()  # reads the environment, its YAML files and the file of `swanlab login`
     if settings.mode == "online" and not settings.api_key:  # with a terminal, swanlab.init() would wait for an answer
-        raise ConfigError(f"trainer.logger has swanlab, but no API key was found; {_SWANLAB_REMEDY}")
+        raise ConfigError(
+            "trainer.logger has swanlab, but no API key was found",
+            remedy=_SWANLAB_REMEDY,
+            keys=("trainer.logger",),
+        )

@@ -141,6 +141,7 @@ def check_metrics_port(port: int | None) -> None:
 
 def _port_error(port: int, error: OSError) -> ConfigError:
     return ConfigError(
-        f"trainer.metrics_port={port}: this port cannot be used for /metrics: {error.strerror or error}; choose "
-        "another one, 0 for a free one, or null for none"
+        f"trainer.metrics_port={port}: this port cannot be used for /metrics: {error.strerror or error}",
+        remedy="choose another one, 0 for a free one, or null for none",
+        keys=("trainer.metrics_port",),
     )

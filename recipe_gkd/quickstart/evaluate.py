@@ -91,7 +91,7 @@ def read_problems(path: Path, limit: int | None) -> list[dict[str, Any]]:
         data_set = read_data_set([str(path)], load_config("quickstart").data)
         return [{"prompt": row.prompt, "answer": row.value(("answer",))} for row in data_set[:limit]]
     except DataError as error:
-        raise DataError(f"{error}. Create the file with python -m recipe_gkd.quickstart.prepare") from error
+        raise error.replaced(remedy="create the file with python -m recipe_gkd.quickstart.prepare") from error
 
 
 def score(rows: list[dict[str, Any]], responses: list[str], *, model: str, data: str, seconds: float) -> Evaluation:

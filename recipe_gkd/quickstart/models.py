@@ -245,8 +245,8 @@ def train_into_band(
             lr = max(recipe.min_lr, lr * recipe.settle_factor)
         snapshot = _snapshot(model, optimizer)
     raise ModelError(
-        f"got {accuracy:.1%} exact answers after {steps} steps, expected {lowest:.0%} to {highest:.0%}; "
-        "use another --seed, and report this if it happens again"
+        f"got {accuracy:.1%} exact answers after {steps} steps, expected {lowest:.0%} to {highest:.0%}",
+        remedy="use another --seed, and report this if it happens again",
     )
 
 

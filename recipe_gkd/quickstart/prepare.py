@@ -176,7 +176,7 @@ def _unpack_model(job: Job, record: Mapping[str, Any]) -> None:
 
 
 def _make_model(job: Job, result: Connection) -> None:
-    """Train one model in a child process. Send None when its folder is complete, or an error message."""
+    """Train one model in a child process. Send None when its folder is complete, or the error."""
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     started = time.monotonic()
@@ -200,7 +200,7 @@ def _make_model(job: Job, result: Connection) -> None:
         _finish(draft, job.folder, {"key": job.key, "seed": job.seed, "seconds": seconds} | dataclasses.asdict(made))
         report(f"done: {made.parameters} parameters, {made.accuracy:.1%} exact answers after {made.steps} steps")
     except (GkdError, OSError) as error:
-        result.send(f"{type(error).__name__}: {error}")
+        result.send(error)
     else:
         result.send(None)
 
@@ -220,11 +220,15 @@ def _make_models(jobs: list[Job], timeout_s: float) -> None:
         while running:
             ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                names = " and ".join(job.role for job, _ in running.values())
+                roles = tuple(job.role for job, _ in running.values())
                 raise DeadlineError(
-                    f"quickstart: the training of the {names} did not end within {timeout_s:.0f} s; "
-                    "each needs one idle core; stop other programs, or raise the limit with --timeout-s of python -m "
-                    "recipe_gkd.quickstart.prepare"
+                    f"the training of the {' and '.join(roles)} did not end within {timeout_s:.0f} s; each needs one "
+                    "idle core",
+                    remedy="stop other programs, or raise the limit with --timeout-s of python -m "
+                    "recipe_gkd.quickstart.prepare",
+                    phase="quickstart",
+                    silent=roles,
+                    waited_s=timeout_s,
                 )
             for receiver in cast("list[Connection]", ready):
                 job, process = running[receiver]
@@ -232,9 +236,10 @@ def _make_models(jobs: list[Job], timeout_s: float) -> None:
                     failure = receiver.recv()
                 except EOFError:
                     process.join(timeout=10)
-                    failure = f"its process ended with exit code {process.exitcode}"
+                    failure = ModelError(f"its process ended with exit code {process.exitcode}")
                 if failure is not None:
-                    raise ModelError(f"quickstart: the {job.role} was not made: {failure}")
+                    what, details = f"the {job.role} was not made", (f"{type(failure).__name__}: {failure}",)
+                    raise ModelError(what, phase="quickstart", details=details, path=job.folder) from failure
                 process.join(timeout=30)
                 del running[receiver]
     finally:

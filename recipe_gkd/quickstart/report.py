@@ -102,13 +102,16 @@ def _check_evaluations(evaluations: Mapping[str, Mapping[str, Any]]) -> None:
         for key in ("accuracy", "n", "n_exact", "data"):
             if key not in evaluation:
                 raise DataError(
-                    f"the evaluation {name!r} has no {key!r}; create it with recipe_gkd.quickstart.evaluate --json"
+                    f"the evaluation {name!r} has no {key!r}",
+                    remedy="create it with recipe_gkd.quickstart.evaluate --json",
+                    column=key,
                 )
         if (evaluation["n"], evaluation["data"]) != (teacher["n"], teacher["data"]):
             raise DataError(
                 f"the evaluation {name!r} is of {evaluation['n']} problems of {evaluation['data']}, but that of the "
-                f"teacher is of {teacher['n']} of {teacher['data']}; evaluate all three with the same --data and "
-                "--limit"
+                f"teacher is of {teacher['n']} of {teacher['data']}",
+                remedy="evaluate all three with the same --data and --limit",
+                column="n" if evaluation["n"] != teacher["n"] else "data",
             )
 
 
@@ -179,7 +182,7 @@ def read_metrics(path: Path) -> list[Json]:
     """Read a file with one JSON object per line. Empty lines are skipped.
 
     Raises:
-        DataError: The file cannot be read, or a line is not a JSON object. The message contains its number.
+        DataError: The file cannot be read, or a line is not a JSON object.
     """
     records = []
     for number, line in enumerate(_read(path, "the metrics of the run").splitlines(), start=1):
@@ -188,9 +191,11 @@ def read_metrics(path: Path) -> list[Json]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: got {line[:80]!r}, expected a JSON object ({error})") from error
+            what = f"{path}, line {number}: got {line[:80]!r}, expected a JSON object ({error})"
+            raise DataError(what, file=path, line=number) from error
         if not isinstance(record, dict):
-            raise DataError(f"{path}, line {number}: got {line[:80]!r}, expected a JSON object")
+            what = f"{path}, line {number}: got {line[:80]!r}, expected a JSON object"
+            raise DataError(what, file=path, line=number)
         records.append(record)
     return records
 
@@ -261,7 +266,8 @@ def _loss_of(config: Path) -> str:
         gkd = yaml.safe_load(_read(config, "the configuration of the run"))["gkd"]
         return str(loss_name(gkd))
     except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise DataError(f"{config} is not the configuration of a run ({error}); repeat the run with --fresh") from error
+        what = f"{config} is not the configuration of a run ({error})"
+        raise DataError(what, remedy="repeat the run with --fresh", file=config) from error
 
 
 def _merge_steps(metrics: Sequence[Mapping[str, Any]]) -> list[Json]:
@@ -271,11 +277,13 @@ def _merge_steps(metrics: Sequence[Mapping[str, Any]]) -> list[Json]:
         step = record.get(STEP)
         if not isinstance(step, int | float) or step != int(step):
             raise DataError(
-                f"record {number} of the metrics: got {STEP} = {step!r}, expected the number of a training step"
+                f"record {number} of the metrics: got {STEP} = {step!r}, expected the number of a training step",
+                row=number - 1,
+                column=STEP,
             )
         by_step.setdefault(int(step), {}).update(record)
     if not by_step:
-        raise DataError("the metrics have no record: the run did not finish a training step; read its log")
+        raise DataError("the metrics have no record: the run did not finish a training step", remedy="read its log")
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -294,7 +302,9 @@ def _read(path: Path, content: str) -> str:
         return path.read_text()
     except OSError as error:
         raise DataError(
-            f"{path}, {content}, cannot be read: {error.strerror}; check the path and the output of the previous stage"
+            f"{path}, {content}, cannot be read: {error.strerror}",
+            remedy="check the path and the output of the previous stage",
+            file=path,
         ) from error
 
 
@@ -302,9 +312,9 @@ def _read_json(path: Path) -> Json:
     try:
         value = json.loads(_read(path, "a JSON file"))
     except json.JSONDecodeError as error:
-        raise DataError(f"{path} is not a JSON file ({error}); create it again") from error
+        raise DataError(f"{path} is not a JSON file ({error})", remedy="create it again", file=path) from error
     if not isinstance(value, dict):
-        raise DataError(f"{path}: got a JSON {type(value).__name__}, expected an object")
+        raise DataError(f"{path}: got a JSON {type(value).__name__}, expected an object", file=path)
     return value
 
 

@@ -43,7 +43,9 @@ def read_reports(folders: Mapping[str, Path]) -> dict[str, Json]:
             reports[name] = json.loads((folder / "report.json").read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise DataError(
-                f"{name}: {folder} has no complete report.json ({error}); finish the run with launch/quickstart.sh"
+                f"{name}: {folder} has no complete report.json ({error})",
+                remedy="finish the run with launch/quickstart.sh",
+                file=folder / "report.json",
             ) from error
     return reports
 
@@ -80,7 +82,9 @@ def _row(name: str, report: Json) -> list[str]:
         return [name, *shares, str(report["steps"]), *times, *peaks]
     except (KeyError, AttributeError, TypeError) as error:
         raise DataError(
-            f"{name}: its report.json has no usable entry {error}; repeat the run with launch/quickstart.sh --fresh"
+            f"{name}: its report.json has no usable entry {error}",
+            remedy="repeat the run with launch/quickstart.sh --fresh",
+            column=str(error.args[0]) if isinstance(error, KeyError) else "",
         ) from error
 
 

@@ -97,8 +97,9 @@ def is_exact(text: str, expected: str) -> bool:
     result = final_number(expected)
     if result is None:
         raise DataError(
-            f"got the ground truth {expected!r}, expected the form 3+6+0=09;2+5+0=07;1+4+0=05;0579; the file was not "
-            "made by this version of recipe_gkd.quickstart.prepare, so run that with --fresh"
+            f"got the ground truth {expected!r}, expected the form 3+6+0=09;2+5+0=07;1+4+0=05;0579",
+            remedy="run recipe_gkd.quickstart.prepare with --fresh, because another version has made the file",
+            column="answer",
         )
     return final_number(text) == result
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 OURS, VERL = "this project's", "verl's"
 
@@ -37,6 +37,18 @@ ACCEPTED = (
 )
 
 
+class Refusal(NamedTuple):
+    """Signature of a reward function that is refused.
+
+    Attributes:
+        reason: Reason, as the predicate of a sentence.
+        names: Names of the parameters, or of the keyword arguments, that are the reason.
+    """
+
+    reason: str
+    names: tuple[str, ...] = ()
+
+
 def values_of(prompt: Any, response: str, ground_truth: Any, extra: dict[str, Any], data_source: Any) -> dict[str, Any]:
     """Return the values that :data:`NAMES` refers to.
 
@@ -53,7 +65,7 @@ def values_of(prompt: Any, response: str, ground_truth: Any, extra: dict[str, An
     }
 
 
-def bind(function: Callable[..., Any], name: str, kwargs: Collection[str] = ()) -> dict[str, str] | str:
+def bind(function: Callable[..., Any], name: str, kwargs: Collection[str] = ()) -> dict[str, str] | Refusal:
     """Bind the parameters of a reward function.
 
     Args:
@@ -62,12 +74,12 @@ def bind(function: Callable[..., Any], name: str, kwargs: Collection[str] = ()) 
         kwargs: Names of the arguments in ``custom_reward_function.kwargs``.
 
     Returns:
-        Parameter name -> name of the value that it receives, or the reason why the signature is rejected.
+        Parameter name -> name of the value that it receives, or a refusal of the signature.
     """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # Some functions that are written in C have no signature.
-        return f"the parameters of its {name} cannot be read; wrap it in a Python function with {ACCEPTED}"
+        return Refusal(f"the parameters of its {name} cannot be read; wrap it in a Python function with {ACCEPTED}")
     shown = f"its {name}{signature!s:.300}"
     parameters = list(signature.parameters.values())
     has_kwargs = any(p.kind == p.VAR_KEYWORD for p in parameters)
@@ -75,22 +87,25 @@ def bind(function: Callable[..., Any], name: str, kwargs: Collection[str] = ()) 
     known = [p.name for p in named if p.name in NAMES]
     families = {family: [n for n in known if NAMES[n][0] == family] for family in (OURS, VERL)}
     if all(families.values()):
+        known_of_families = [name for names in families.values() for name in names]
         mixture = " and ".join(f"{', '.join(names)} (of {family} names)" for family, names in families.items())
-        return f"{shown} mixes {mixture}; expected {ACCEPTED}"
+        return Refusal(f"{shown} mixes {mixture}; expected {ACCEPTED}", tuple(known_of_families))
     accepted = {p.name for p in named if p.kind != p.POSITIONAL_ONLY and p.name not in NAMES}
     if refused := [key for key in kwargs if key in NAMES or not (has_kwargs or key in accepted)]:
-        return (
+        return Refusal(
             f"{shown} cannot receive {', '.join(refused)} of custom_reward_function.kwargs; expected names of its "
-            f"other parameters: {', '.join(sorted(accepted)) or 'it has none'}"
+            f"other parameters: {', '.join(sorted(accepted)) or 'it has none'}",
+            tuple(refused),
         )
     unknown = [p.name for p in named if p.name not in {*NAMES, *kwargs} and p.default is p.empty]
     if not has_kwargs:
         unknown += [f"*{p.name}" for p in parameters if p.kind == p.VAR_POSITIONAL]
     unknown += [f"{p.name} (positional-only)" for p in named if p.kind == p.POSITIONAL_ONLY and p.name in NAMES]
     if unknown:
-        return f"{shown} has parameters that receive no value: {', '.join(unknown)}; expected {ACCEPTED}"
+        reason = f"{shown} has parameters that receive no value: {', '.join(unknown)}; expected {ACCEPTED}"
+        return Refusal(reason, tuple(unknown))
     if not known and not has_kwargs:
-        return f"{shown} receives no value of the response that it must score; expected {ACCEPTED}"
+        return Refusal(f"{shown} receives no value of the response that it must score; expected {ACCEPTED}")
     binding = {n: NAMES[n][1] for n in known}
     if has_kwargs:
         family = VERL if families[VERL] else OURS

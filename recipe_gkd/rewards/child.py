@@ -77,12 +77,16 @@ class Failure:
     """A call without a result.
 
     Attributes:
+        kind: ``"exception"``, ``"result"`` or ``"timeout"``.
         reason: Reason, as the predicate of a sentence.
         number: Index of the function.
+        trace: Traceback. Empty if there is none.
     """
 
+    kind: str
     reason: str
     number: int
+    trace: str = ""
 
 
 def serve(connection: Connection, stacks: int) -> None:
@@ -90,8 +94,8 @@ def serve(connection: Connection, stacks: int) -> None:
 
     The first message contains the settings. Its reply is a dict with properties of the functions, or the reason why one
     is rejected and its index. Each later message is a list of items, dicts of the arguments of ``values_of``. The reply
-    to an item is its index in the list, its score and other numbers; or its index, the reason why there is no score,
-    and the index of the function. After such a reason the rest of the list is dropped if the settings have
+    to an item is its index in the list, its score and other numbers; or its index, a dict of the fields of
+    :class:`Failure`, and None. After a failure the rest of the list is dropped if the settings have
     ``stops_at_failure``. With ``async def`` functions the
     replies are in the order of completion, otherwise in the order of the items.
     """
@@ -166,7 +170,7 @@ def send_result(connection: Connection, index: int, functions: Sequence[Function
     """Send the result of an item, and return True, or the first failure, and return False."""
     failure = next((one for one in found if isinstance(one, Failure)), None)
     if failure is not None:
-        connection.send((index, failure.reason, failure.number))
+        connection.send((index, vars(failure), None))
         return False
     labels, weights = ([function.settings[name] for function in functions] for name in ("label", "weight"))
     scored = found[0] if labels == [""] else results.weighted_sum(found, labels, weights)
@@ -187,9 +191,11 @@ def load_function(number: int, one: dict[str, Any], settings: dict[str, Any], st
     """Return a function of the settings, or the reason why it is rejected."""
     module_name = f"custom_reward_function_{number}" if number else "custom_reward_function"
     call = call_within(settings["load_timeout_s"], stacks, load, one["path"], one["name"], module_name)
-    bound = call if isinstance(call, str) else binding.bind(call, one["name"], one["kwargs"])
-    if isinstance(bound, str):
-        return bound
+    if isinstance(call, str):
+        return call
+    bound = binding.bind(call, one["name"], one["kwargs"])
+    if isinstance(bound, binding.Refusal):
+        return str(bound.reason)
     # An object may have an asynchronous __call__.
     is_async = any(map(inspect.iscoroutinefunction, (call, getattr(call, "__call__", None))))  # noqa: B004
     return Function(number, call, bound, one, settings["reserved"], is_async)
@@ -224,7 +230,7 @@ def score(function: Function, arguments: dict[str, Any]) -> Any:
     try:
         return parsed(function, function.call(**arguments))
     except BaseException as error:  # noqa: BLE001 - the user's function, or its result, may raise anything
-        return Failure(f"it raised\n{user_trace(error)}", function.number)
+        return Failure("exception", "it raised", function.number, user_trace(error))
 
 
 async def score_async(function: Function, arguments: dict[str, Any], timeout_s: float) -> Any:
@@ -239,16 +245,16 @@ async def score_async(function: Function, arguments: dict[str, Any], timeout_s: 
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
         if isinstance(error, TimeoutError) and deadline.expired():
-            return Failure(
-                f"took longer than {timeout_s:g} s, here:\n{user_trace(error.__cause__ or error)}", function.number
-            )
-        return Failure(f"it raised\n{user_trace(error)}", function.number)
+            trace = user_trace(error.__cause__ or error)
+            return Failure("timeout", f"it took longer than {timeout_s:g} s, here:", function.number, trace)
+        return Failure("exception", "it raised", function.number, user_trace(error))
 
 
 def parsed(function: Function, returned: Any) -> Any:
     """Return the score and the numbers of a returned value, or a failure."""
     result = results.parse_result(returned, function.reserved)
-    return Failure(result, function.number) if isinstance(result, str) else result
+    is_rejected = isinstance(result, results.Rejection)
+    return Failure("result", result.reason, function.number) if is_rejected else result
 
 
 def user_trace(error: BaseException) -> str:

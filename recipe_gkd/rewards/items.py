@@ -101,8 +101,10 @@ class RewardItems:
         truths = self._data_set.take(rows).values_at(self._data_set.truth_path)
         null_rows = [row for row, truth in zip(rows, truths, strict=True) if truth is None]
         if null_rows:
-            raise DataError(
-                f"data.ground_truth_key={self._config.ground_truth_key}: {self._data_set[null_rows[0]].where} has no "
-                f"value there, like {len(null_rows)} of {len(rows)} rows in use; expected a ground truth in each row. "
-                "Fill the column in all files, or remove these rows"
-            )
+            row, key = self._data_set[null_rows[0]], self._config.ground_truth_key
+            with row.locate_errors(key):
+                raise DataError(
+                    f"data.ground_truth_key={key}: {row.where} has no value there, like {len(null_rows)} of "
+                    f"{len(rows)} rows in use; expected a ground truth in each row",
+                    remedy="fill the column in all files, or remove these rows",
+                )

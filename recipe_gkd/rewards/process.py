@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -124,17 +125,16 @@ class RewardProcess:
         try:
             loaded = self._receive(LOAD_TIMEOUT_S * len(self._functions))
         except (EOFError, OSError) as error:
-            loaded = f"its import {self._end(LOAD_TIMEOUT_S, error)}", 0
+            ended = self._end(LOAD_TIMEOUT_S, error)
+            loaded = "\n".join(filter(None, (f"its import {ended.reason}", ended.stack))), 0
         if isinstance(loaded, dict):
             self.is_async, self.truth_use = loaded["is_async"], loaded["truth_use"]
             return
         reason, number = loaded
         function = self._functions[number]
-        raise ConfigError(
-            f"{function.path_key}={file_of(function)}: {reason}\nExpected a Python file that defines {function.name}"
-            "(prompt, response, ground_truth, extra) -> float, or with verl's parameters; correct the file or "
-            f"{function.name_key}"
-        )
+        expected = f"Expected a Python file that defines {_signature(function)}; correct it or {function.name_key}"
+        what = f"{function.path_key}={file_of(function)}: {reason}"
+        raise ConfigError(what, details=(expected,), keys=(function.path_key, function.name_key))
 
     def score(self, items: Sequence[RewardItem]) -> list[Reward | RewardError | None]:
         """Return the results of ``items``, in order.
@@ -153,8 +153,10 @@ class RewardProcess:
             self._connection.send([item.arguments for item in items])
             while len(found) < len(items):
                 index, score, other = self._receive(timeout_s)
-                if isinstance(score, str):  # the reason why there is none
-                    failure = self._error(items[index], score, self._functions[other].description)
+                if isinstance(score, dict):  # the fields of a failure
+                    function = self._functions[score["number"]].description
+                    failure = _error(items[index], score["reason"], score["trace"], function=function)
+                    failure.kind = score["kind"]
                     if self._stops_at_failure:
                         raise failure
                     found[index] = failure
@@ -162,10 +164,11 @@ class RewardProcess:
                     found[index] = Reward(score, other)
         except (EOFError, OSError) as error:
             self.has_ended = True
-            reason = f"it {self._end(timeout_s, error)}"
+            ended = self._end(timeout_s, error)
             first_missing = next(index for index in range(len(items)) if index not in found)
             names = " or ".join(function.description for function in self._functions)
-            failure = self._error(items[first_missing], reason, names)
+            failure = _error(items[first_missing], f"it {ended.reason}", ended.stack, function=names)
+            failure.kind, failure.exit_status = ended.kind, ended.exit_status
             if self._stops_at_failure:
                 raise failure from None
             if len(items) == 1 or not self.is_async:
@@ -209,8 +212,8 @@ class RewardProcess:
         except ChildProcessError:  # Other code has reaped it.
             return True
 
-    def _end(self, timeout_s: float, error: Exception) -> str:
-        """End a process that does not answer, and return the reason as the predicate of a sentence.
+    def _end(self, timeout_s: float, error: Exception) -> _Ended:
+        """End a process that does not answer, and return the reason.
 
         Args:
             timeout_s: Deadline that applied.
@@ -224,23 +227,49 @@ class RewardProcess:
         self.kill()
         status = self._process.wait(END_TIMEOUT_S)
         text = os.pread(self._stacks.fileno(), 1 << 16, 0).decode(errors="replace")
-        lines = WATCH_THREAD.sub("", text).splitlines()
-        stack = "".join(f"\n{line}" for line in lines[:SHOWN_STACK_LINES])
-        if stack.startswith("\nTimeout") or (is_late and not died):
-            return f"took longer than {timeout_s:g} s and was ended{stack and ', here:'}{stack}"
+        stack = "\n".join(WATCH_THREAD.sub("", text).splitlines()[:SHOWN_STACK_LINES])
+        if stack.startswith("Timeout") or (is_late and not died):
+            return _Ended(
+                "timeout", f"took longer than {timeout_s:g} s and was ended{', here:' if stack else ''}", stack
+            )
         if not died:
-            return "closed the connection to the driver, and was ended"
+            return _Ended("exit", "closed the connection to the driver, and was ended")
         if status == -signal.SIGKILL:
-            return "was killed (SIGKILL): the kernel's log shows if it was killed for lack of memory"
+            reason = "was killed (SIGKILL): the kernel's log shows if it was killed because it was out of memory"
+            return _Ended("exit", reason, exit_status=status)
         exit_description = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
-        return f"ended its process ({exit_description}){stack}"
+        return _Ended("exit", f"ended its process ({exit_description})", stack, exit_status=status)
 
-    def _error(self, item: RewardItem, reason: str, function: str) -> RewardError:
-        return RewardError(
-            f"the reward function {function} gave no reward to sample {item.uid} ({item.where}): {reason}\n"
-            f"prompt: {_shorten(item.prompt)}\nresponse: {_shorten(item.response)}\n"
-            f"ground truth: {_shorten(item.ground_truth)}"
-        )
+
+@dataclass(frozen=True)
+class _Ended:
+    """End of a process.
+
+    Attributes:
+        kind: ``"timeout"`` or ``"exit"``.
+        reason: Reason, as the predicate of a sentence.
+        stack: Stacks of its threads. Empty if there are none.
+        exit_status: Exit status, or minus the number of the signal. None if the driver ended the process.
+    """
+
+    kind: str
+    reason: str
+    stack: str = ""
+    exit_status: int | None = None
+
+
+def _error(item: RewardItem, reason: str, trace: str, *, function: str) -> RewardError:
+    shown = ("prompt", item.prompt), ("response", item.response), ("ground truth", item.ground_truth)
+    return RewardError(
+        f"the reward function {function} gave no reward to sample {item.uid} ({item.where}): {reason}",
+        details=(*([trace] if trace else []), *(f"{name}: {_shorten(value)}" for name, value in shown)),
+        uid=item.uid,
+        function=function,
+    )
+
+
+def _signature(function: RewardFunction) -> str:
+    return f"{function.name}(prompt, response, ground_truth, extra) -> float, or with verl's parameters"
 
 
 def file_of(function: RewardFunction) -> Path:
@@ -253,7 +282,8 @@ def file_of(function: RewardFunction) -> Path:
     if not path.is_file():
         raise ConfigError(
             f"{function.path_key}={function.path}: {path} is no file; expected a Python file that defines "
-            f"{function.name}(prompt, response, ground_truth, extra) -> float, or with verl's parameters"
+            f"{_signature(function)}",
+            keys=(function.path_key,),
         )
     return path
 

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Collection, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 METRIC_NAME = re.compile(r"[\w.@-]+(/[\w.@-]+)*")
 """Names of metrics: letters, digits and ``_ - . @``, divided by slashes."""
@@ -21,8 +21,20 @@ Result = tuple[float, dict[str, float]]
 """Score of a response, and other numbers by name."""
 
 
-def parse_result(result: Any, reserved: Collection[str] = ()) -> Result | str:
-    """Return the score and the other numbers of a result, or the reason why it is rejected.
+class Rejection(NamedTuple):
+    """Result of a reward function that is rejected.
+
+    Attributes:
+        reason: Reason, as the predicate of a sentence.
+        name: Name of the number that cannot be a metric. None if the score is the reason.
+    """
+
+    reason: str
+    name: object = None
+
+
+def parse_result(result: Any, reserved: Collection[str] = ()) -> Result | Rejection:
+    """Return the score and the other numbers of a result, or a rejection.
 
     As in verl, a result may be a dict with the score and other entries. Of these, finite numbers and booleans are kept;
     the others belong to no metric.
@@ -34,7 +46,7 @@ def parse_result(result: Any, reserved: Collection[str] = ()) -> Result | str:
     has_others = isinstance(result, dict) and "score" in result
     score = _to_float(result["score"] if has_others else result)
     if not math.isfinite(score):
-        return (
+        return Rejection(
             f"it returned {result!r:.200} ({type(result).__name__}), expected a finite number, or a dict with one as "
             "'score'"
         )
@@ -43,14 +55,16 @@ def parse_result(result: Any, reserved: Collection[str] = ()) -> Result | str:
         if name == "score" or not isinstance(value, Real) or not math.isfinite(value):
             continue
         if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
-            return (
+            return Rejection(
                 f"it returned the number {name!r}, which cannot be the name of a metric; expected letters, digits and "
-                "_ - . @, divided by slashes"
+                "_ - . @, divided by slashes",
+                name,
             )
         if name in reserved or BEST in name:
-            return (
+            return Rejection(
                 f"it returned the number {name!r}, but reward/{name} or val/SOURCE/{name} is the name of another "
-                "metric; rename it"
+                "metric; rename it",
+                name,
             )
         numbers[name] = float(value)
     return score, numbers

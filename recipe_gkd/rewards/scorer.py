@@ -90,7 +90,7 @@ class RewardScorer:
 
         Raises:
             RewardError: The function failed on an item with ``on_failure=fail``, or more often than ``max_failures``.
-                The message names the sample.
+                The error has the uid of the sample.
         """
         n_processes = len(self._processes)
         size = max(1, min(MAX_CHUNK_ITEMS, len(items) // (n_processes * MIN_CHUNKS_PER_PROCESS)))
@@ -132,7 +132,10 @@ class RewardScorer:
                 try:
                     self._restart(number)
                 except (ConfigError, OSError) as error:
-                    failure = RewardError(f"the process of the reward function could not be started again: {error}")
+                    failure = RewardError(
+                        "the process of the reward function could not be started again", details=(str(error),)
+                    )
+                    failure.__cause__ = error
                     return [outcomes.get(index, failure) for index in range(len(items))]
             found = self._processes[number].score([items[index] for index in group])
             outcomes |= {index: one for index, one in zip(group, found, strict=True) if one is not None}
@@ -161,10 +164,11 @@ class RewardScorer:
         self.failures += 1
         limit = self._config.max_failures
         if limit is not None and self.failures > limit:
-            raise RewardError(
-                f"{outcome}\nthe run ends because {self.failures} calls of the reward function have failed, more than "
+            end = (
+                f"the run ends because {self.failures} calls of the reward function have failed, more than "
                 f"custom_reward_function.max_failures={limit}; correct the function, or raise the limit"
             )
+            raise outcome.replaced(details=(*outcome.details, end), failures=self.failures)
         fails_first = self.failures == 1
         log.warning(
             "%s\ncustom_reward_function.on_failure=%s: the run continues%s", outcome, self._config.on_failure,

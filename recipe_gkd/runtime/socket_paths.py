@@ -31,12 +31,14 @@ def shorten_socket_paths(environment: MutableMapping[str, str]) -> list[str]:
     chosen = environment.get("RAY_TMPDIR")
     if _is_too_long(chosen or temporary, _LONGEST_OF_RAY):
         limit = MAX_PATH_BYTES - len(f"/{_LONGEST_OF_RAY}")
-        found = f"{'RAY_TMPDIR' if chosen else 'TMPDIR'}={chosen or temporary}"
+        variable = "RAY_TMPDIR" if chosen else "TMPDIR"
+        found = f"{variable}={chosen or temporary}"
         expected = (
             f"{found} has {len(os.fsencode(chosen or temporary))} bytes, but Ray's sockets need one of at most {limit}"
         )
         if chosen or not os.access(SHORT_FOLDER, os.W_OK | os.X_OK):
-            raise ResourceError(f"{expected}; set RAY_TMPDIR to a shorter folder that can be written")
+            remedy = "set RAY_TMPDIR to a shorter folder that can be written"
+            raise ResourceError(expected, remedy=remedy, variable=variable)
         environment["RAY_TMPDIR"] = SHORT_FOLDER
         changes.append(
             f"{expected}: Ray's logs, sockets and spilled objects are in {SHORT_FOLDER}/ray; set RAY_TMPDIR to choose "

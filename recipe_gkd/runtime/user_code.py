@@ -19,15 +19,15 @@ def split_spec(spec: str, *, key: str, example: str = "mine.py:MyClass") -> tupl
 
     Args:
         spec: Value of the config key, such as ``/home/me/loggers.py:Slack``.
-        key: Name of the config key, for the error message.
-        example: Valid value of the key, for the error message.
+        key: Name of the config key, for the error.
+        example: Valid value of the key, for the error.
 
     Raises:
         ConfigError: ``spec`` is not of this form.
     """
     path, separator, name = spec.rpartition(":")
     if not (separator and path and name.isidentifier()):
-        raise ConfigError(f"{key}: got {spec!r}, expected FILE.py:Name, such as {example}")
+        raise ConfigError(f"{key}: got {spec!r}, expected FILE.py:Name, such as {example}", keys=(key,))
     return path, name
 
 
@@ -39,20 +39,24 @@ def load_attribute(path: str, name: str, *, key: str) -> Any:
     Args:
         path: Python file.
         name: Name that the file defines.
-        key: Name of the config key, for error messages.
+        key: Name of the config key, for errors.
 
     Raises:
         ConfigError: The file does not exist, cannot be imported, or does not define ``name``.
     """
     file = Path(path).resolve()
     if not file.is_file():
-        raise ConfigError(f"{key}: there is no file {file}; give the path of a Python file that defines {name}")
+        raise ConfigError(
+            f"{key}: there is no file {file}",
+            remedy=f"give the path of a Python file that defines {name}",
+            keys=(key,),
+        )
     module_name = f"recipe_gkd_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, file)
         if spec is None or spec.loader is None:
-            raise ConfigError(f"{key}: {file} is not a Python file; its name must end in .py")
+            raise ConfigError(f"{key}: {file} is not a Python file", remedy="rename it to end in .py", keys=(key,))
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         try:
@@ -60,10 +64,12 @@ def load_attribute(path: str, name: str, *, key: str) -> Any:
                 spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit
             del sys.modules[module_name]
-            raise ConfigError(f"{key}: {file} cannot be imported: {type(error).__name__}: {error}") from error
+            what = f"{key}: {file} cannot be imported: {type(error).__name__}: {error}"
+            raise ConfigError(what, keys=(key,)) from error
     if not hasattr(module, name):
         public = sorted(each for each in vars(module) if not each.startswith("_"))
-        raise ConfigError(f"{key}: {file} does not define {name}; it defines {', '.join(public) or 'nothing'}")
+        what = f"{key}: {file} does not define {name}, but {', '.join(public) or 'nothing'}"
+        raise ConfigError(what, keys=(key,))
     return getattr(module, name)
 
 

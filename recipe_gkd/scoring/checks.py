@@ -14,7 +14,7 @@ def check_scores(name: str, sequences: Sequence[TeacherSequence], scored: Sequen
     """Check the number and the shapes of a teacher's results.
 
     Args:
-        name: Name of the teacher, for the error message.
+        name: Name of the teacher, for the error.
         sequences: Sequences of the request.
         scored: Results of the request.
 
@@ -22,13 +22,15 @@ def check_scores(name: str, sequences: Sequence[TeacherSequence], scored: Sequen
         TeacherProtocolError: A result is missing or has a wrong shape.
     """
     if len(scored) != len(sequences):
-        raise TeacherProtocolError(f"teacher {name}: sent {len(sequences)} sequences, got scores of {len(scored)}")
+        raise TeacherProtocolError(f"sent {len(sequences)} sequences, got scores of {len(scored)}", teacher=name)
     for i, (sequence, result) in enumerate(zip(sequences, scored, strict=True)):
         n_rows = len(sequence.token_ids) - sequence.prompt_len
         shapes = [np.shape(array) for array in (result.topk_logps_TK, result.topk_ids_TK, result.sampled_logps_T)]
         k = shapes[0][-1] if len(shapes[0]) == 2 else 0
         if k < 1 or shapes != [(n_rows, k), (n_rows, k), (n_rows,)]:
             raise TeacherProtocolError(
-                f"teacher {name}: sequence {i} has {n_rows} response tokens, got topk_logps_TK, topk_ids_TK and "
-                f"sampled_logps_T of shapes {', '.join(map(str, shapes))}; expected [T, K], [T, K] and [T]"
+                f"{n_rows} response tokens, got topk_logps_TK, topk_ids_TK and sampled_logps_T of shapes "
+                f"{', '.join(map(str, shapes))}, expected [T, K], [T, K] and [T]",
+                teacher=name,
+                sequence=i,
             )

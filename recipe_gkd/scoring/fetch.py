@@ -32,12 +32,15 @@ def with_top_k(samples: Sequence[Sample], timeout_s: float) -> list[Sample]:
     except GetTimeoutError as error:
         raise DeadlineError(
             f"the teacher's rows did not arrive from the object stores of other nodes within {timeout_s:g} s, for "
-            f"{len(samples)} samples; check the network between the nodes of the actor pool"
+            f"{len(samples)} samples",
+            waited_s=timeout_s,
+            remedy="check the network between the nodes of the actor pool",
         ) from error
     except RayError as error:
         raise WorkerError(
-            f"the teacher's rows are lost ({type(error).__name__}: {str(error).splitlines()[0]}); the node that had "
-            "them died. Resume from the last checkpoint"
+            f"the teacher's rows are lost ({type(error).__name__}: {str(error).splitlines()[0]}): the node that had "
+            "them died",
+            remedy="resume from the last checkpoint",
         ) from error
     return [
         replace(sample, teacher=sample.teacher.fetched(*blocks[sample.teacher.block][sample.teacher.index]))

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import math
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -244,7 +243,7 @@ class ScoringPool:
         )
         part = await self._answer(rank, answer, request, len(indices), timeout_s)
         if isinstance(part, TeacherError):
-            raise _with_uids(part, [request.uids[index] for index in indices])
+            raise _with_uid(part, request.uids, indices)
         self._note_process(rank, part.pid)
         return {
             index: StoredTopK(
@@ -280,17 +279,18 @@ class ScoringPool:
             is_done = True
             known = await self.group.as_worker_error(rank, f"score, {request}", error)
             if isinstance(known, WorkerDied):
-                raise WorkerDied(
-                    f"{known}; it is not restarted: {await self._why_not_restarted(rank, error)}"
-                ) from error
+                why = f"it is not restarted: {await self._why_not_restarted(rank, error)}"
+                raise known.replaced(details=(*known.details, why)) from error
             raise known from error
         finally:
             if not is_done:
                 ray.cancel(answer)
         if part is None:
             raise TeacherTimeout(
-                f"score, {request}: {self.group.label(rank)} did not answer within {timeout_s + MARGIN_S:g} s, and not "
-                "after a restart; its node cannot be reached, or cannot start processes"
+                f"did not answer within {timeout_s + MARGIN_S:g} s, and not after a restart: its node cannot be "
+                "reached, or cannot start processes",
+                phase="score",
+                worker=self.group.label(rank),
             )
         return part
 
@@ -352,12 +352,20 @@ class ScoringPool:
             )
 
 
-def _with_uids(error: TeacherError, uids: Sequence[int]) -> TeacherError:
-    """Return an error that names a sequence by the uid of its sample instead of its position in the part."""
-    found = re.search(r"\bsequence ([0-9]{1,9}):", str(error))
-    if found is None or int(found[1]) >= len(uids):  # the text may be that of an engine or of another program
+def _with_uid(error: TeacherError, uids: Sequence[int], indices: Sequence[int]) -> TeacherError:
+    """Return the error of a part of a request as an error of the request, with the uid of the sequence.
+
+    Args:
+        error: Error of the part.
+        uids: Uids of the request.
+        indices: Indices of the part's sequences in the request.
+    """
+    if error.sequence is None:
         return error
-    return type(error)(str(error).replace(found[0], f"sample {uids[int(found[1])]}:", 1))
+    if error.sequence >= len(indices):  # the error may be that of another program
+        return error.replaced(sequence=None)
+    index = indices[error.sequence]
+    return error.replaced(sequence=index, uid=uids[index])
 
 
 def _start_worker(

@@ -85,13 +85,19 @@ class ScoringWorker:
         except (TeacherUnavailable, TeacherTimeout) as error:
             raise ResourceError(
                 f"node {self._node} of the actor pool cannot reach teacher {name} at {client.address}, which the "
-                f"driver's node reaches: {error}. Rows go from the service directly to this node; set "
-                "actor_rollout_ref.teacher.server_ip to an address that all nodes reach, and check firewalls"
+                f"driver's node reaches: rows go from the service directly to this node",
+                node=self._node,
+                remedy="set actor_rollout_ref.teacher.server_ip to an address that all nodes reach, and check "
+                "firewalls",
+                details=(str(error),),
             ) from error
         if expected is not None and info.identity != expected.identity:
             raise TeacherChanged(
-                f"teacher {name} at {client.address} serves {info.identity} to node {self._node}, expected "
-                f"{expected.identity}; use one service for all nodes"
+                f"the service at {client.address} serves {info.identity} to node {self._node}, expected "
+                f"{expected.identity}",
+                teacher=name,
+                address=client.address,
+                remedy="use one service for all nodes",
             )
 
     @ray.method(num_returns=2)

@@ -108,8 +108,10 @@ async def result_within(result: Awaitable[R], timeout_s: float, name: str) -> R:
 def timeout_error(name: str, timeout_s: float) -> TeacherTimeout:
     """Return the error of a backend that did not complete a future in time."""
     return TeacherTimeout(
-        f"teacher {name}: the backend did not complete a request {RESULT_MARGIN_S:g} s after its deadline of "
-        f"{timeout_s:g} s; complete the future of submit() within timeout_s, with a result or a TeacherTimeout"
+        f"the backend did not complete a request {RESULT_MARGIN_S:g} s after its deadline of {timeout_s:g} s",
+        teacher=name,
+        stage="submit",
+        remedy="complete the future of submit() within timeout_s, with a result or a TeacherTimeout",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
 
 
 class ChunkedModel:
@@ -34,12 +34,12 @@ class ChunkedModel:
             model: Transformers model in evaluation mode.
 
         Raises:
-            TeacherError: The model has no output layer.
+            TeacherSetupError: The model has no output layer.
         """
         self._model = model
         self._output_layer = model.get_output_embeddings()
         if self._output_layer is None:
-            raise TeacherError(f"the model class {type(model).__name__} has no output layer; use a teacher service")
+            raise _unsupported(model, "has no output layer")
 
     def hidden_states(self, ids_RS: Tensor, mask_RS: Tensor) -> Tensor:
         """Return the inputs of the output layer, [R, S, D].
@@ -49,7 +49,7 @@ class ChunkedModel:
             mask_RS: 1 for tokens, 0 for padding, int64.
 
         Raises:
-            TeacherError: The model does not call its output layer exactly once.
+            TeacherSetupError: The model does not call its output layer exactly once.
         """
         inputs: list[Tensor] = []
 
@@ -59,10 +59,7 @@ class ChunkedModel:
 
         self._forward(keep_input, input_ids=ids_RS, attention_mask=mask_RS)
         if len(inputs) != 1:
-            raise TeacherError(
-                f"the model class {type(self._model).__name__} calls its output layer {len(inputs)} times, expected "
-                "once; use a teacher service"
-            )
+            raise _unsupported(self._model, f"calls its output layer {len(inputs)} times, expected once")
         return inputs[0]
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
@@ -87,3 +84,11 @@ class ChunkedModel:
             return self._model(**inputs, use_cache=False)
         finally:
             handle.remove()
+
+
+def _unsupported(model: Any, problem: str) -> TeacherSetupError:
+    return TeacherSetupError(
+        f"the model class {type(model).__name__} {problem}",
+        options=("actor_rollout_ref.teacher.backend",),
+        remedy="use a teacher service",
+    )

@@ -1,7 +1,7 @@
 """Adapter around a teacher backend from a user's file: ``actor_rollout_ref.teacher.backend=FILE.py:Class``.
 
-Errors of the class are reported as `TeacherError` or `ConfigError` that name the file and the class. `TeacherError`
-and its subclasses pass unchanged.
+Errors of the class are reported as `BackendError` or `ConfigError` with the file and the class. `TeacherError` and its
+subclasses pass unchanged.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,8 +36,26 @@ CLOSE_TIMEOUT_S = 30.0
 HELLO_MARGIN_S = 5.0
 """Time after the time limit of ``hello`` in which it must return."""
 
+_REMEDY = "correct the class"
+_FUTURE = "the future of submit"
+_VOCABULARY_KEY = "actor_rollout_ref.teacher.vocabulary"
 _TEXT_FIELDS = ("model_name", "tokenizer_fingerprint", "engine")
 _INT_FIELDS = ("vocab_size", "n_tokens", "max_model_len", "n_logprobs", "protocol_version", "n_workers")
+
+
+@dataclass(eq=False, repr=False)
+class BackendError(TeacherError):
+    """Exception or wrong result of a user's class. An exception is the cause.
+
+    Attributes:
+        method: Method that failed.
+        line: Line of the user's file in which the exception was raised, starting at 1.
+        entries: Fields of the returned `TeacherInfo` that have a wrong type.
+    """
+
+    method: str = field(default="", kw_only=True)
+    line: int | None = field(default=None, kw_only=True)
+    entries: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 class CustomBackend:
@@ -73,7 +92,8 @@ class CustomBackend:
         if isinstance(outcome, BaseException):
             if isinstance(outcome, ConfigError | TeacherError):
                 raise outcome
-            raise ConfigError(self._failure("the constructor", outcome)) from outcome
+            failure = self._failure("the constructor", outcome)
+            raise ConfigError(failure.what, keys=(KEY,), remedy=failure.remedy) from outcome
         [self._backend] = outcome
 
     def hello(self, timeout_s: float) -> TeacherInfo:
@@ -115,9 +135,7 @@ class CustomBackend:
         if not isinstance(inner, Future):
             if inspect.iscoroutine(inner):
                 inner.close()
-            raise TeacherError(
-                f"{self._label}: submit returned {_type_name(inner)}, expected a concurrent.futures.Future"
-            )
+            raise self._error("submit", f"returned {_type_name(inner)}, expected a concurrent.futures.Future")
         checked: Future[list[ScoredSequence]] = Future()
         checked.add_done_callback(lambda future: future.cancelled() and inner.cancel())
         inner.add_done_callback(lambda future: self._pass_on(future, sequences, checked))
@@ -133,9 +151,10 @@ class CustomBackend:
         restrict = getattr(self._backend, "restrict_ids", None)
         if restrict is None:
             raise ConfigError(
-                f"{self._label} with actor_rollout_ref.teacher.vocabulary=compatible: the class has no "
-                "restrict_ids(n_ids), which excludes the ids that the student does not have; define it, or use a "
-                "teacher with the student's vocabulary"
+                f"{self._label} with {_VOCABULARY_KEY}=compatible: the class has no restrict_ids(n_ids), which "
+                "excludes the ids that the student does not have",
+                keys=(KEY, _VOCABULARY_KEY),
+                remedy="define it, or use a teacher with the student's vocabulary",
             )
         try:
             restrict(n_ids)
@@ -158,43 +177,52 @@ class CustomBackend:
             return
         try:
             if inner.cancelled():
-                raise TeacherError(f"{self._label}: the future of submit was canceled by the backend")
+                raise self._error(_FUTURE, "was canceled by the backend")
             scored = inner.result()
             check_results(self._label, sequences, scored)
         except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
-            checked.set_exception(self._as_teacher_error("the future of submit", error))
+            checked.set_exception(self._as_teacher_error(_FUTURE, error))
         else:
             checked.set_result(list(scored))
 
     def _check_info(self, info: Any) -> None:
         if not isinstance(info, TeacherInfo):
-            raise TeacherError(f"{self._label}: hello returned {_type_name(info)}, expected a teacher.TeacherInfo")
+            raise self._error("hello", f"returned {_type_name(info)}, expected a teacher.TeacherInfo")
         ids = info.eos_token_ids
         is_valid = {name: isinstance(getattr(info, name), str) for name in _TEXT_FIELDS}
         is_valid |= {name: isinstance(getattr(info, name), numbers.Integral) for name in _INT_FIELDS}
         is_valid["eos_token_ids"] = isinstance(ids, tuple | list) and all(
             isinstance(token, numbers.Integral) for token in ids
         )
-        if invalid := [f"{name}={getattr(info, name)!r:.100}" for name, valid in is_valid.items() if not valid]:
-            raise TeacherError(
-                f"{self._label}: hello returned a TeacherInfo with {', '.join(invalid)}; expected the types of "
-                "teacher.TeacherInfo"
-            )
+        if invalid := tuple(name for name, valid in is_valid.items() if not valid):
+            shown = ", ".join(f"{name}={getattr(info, name)!r:.100}" for name in invalid)
+            error = self._error("hello", f"returned a TeacherInfo with {shown}, expected the types of its fields")
+            raise error.replaced(entries=invalid)
 
     def _as_teacher_error(self, method: str, error: BaseException) -> TeacherError:
         if isinstance(error, TeacherError):
             return error
-        wrapped = TeacherError(self._failure(method, error))
+        wrapped = self._failure(method, error)
         wrapped.__cause__ = error
         return wrapped
 
-    def _failure(self, method: str, error: BaseException) -> str:
+    def _failure(self, method: str, error: BaseException) -> BackendError:
         frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename == self._file]
-        place = f" in line {frames[-1].lineno}" if frames else ""
-        return f"{self._label}: {method} raised {type(error).__name__}{place}: {error}; correct the class"
+        line = frames[-1].lineno if frames else None
+        place = f" in line {line}" if line is not None else ""
+        raised = self._error(method, f"raised {type(error).__name__}{place}: {error}")
+        return raised.replaced(line=line, remedy=_REMEDY)
+
+    def _error(self, method: str, problem: str) -> BackendError:
+        return BackendError(f"{self._label}: {method} {problem}", options=(KEY,), method=method)
 
     def _late(self, method: str, timeout_s: float) -> TeacherTimeout:
-        return TeacherTimeout(f"{self._label}: {method} did not return within {timeout_s:g} s; correct the class")
+        return TeacherTimeout(
+            f"{self._label}: {method} did not return within {timeout_s:g} s",
+            options=(KEY,),
+            stage=method,
+            remedy=_REMEDY,
+        )
 
 
 def check_results(label: str, sequences: Sequence[TeacherSequence], scored: Any) -> None:
@@ -203,17 +231,18 @@ def check_results(label: str, sequences: Sequence[TeacherSequence], scored: Any)
     `recipe_gkd.scoring.checks.check_scores` checks number and shapes, for all backends.
 
     Args:
-        label: Key and class, for the error message.
+        label: Key and class, for the error.
         sequences: Sequences of the request.
         scored: Result of the user's future.
 
     Raises:
-        TeacherProtocolError: A result cannot be used. The message names the sequence, the array and the row.
+        TeacherProtocolError: A result cannot be used. ``sequence`` and ``entry``, the array, of the error are set.
     """
     if not isinstance(scored, list | tuple):
         raise TeacherProtocolError(
             f"{label}: the future of submit has a result of type {_type_name(scored)}, expected a list of "
-            f"{len(sequences)} teacher.ScoredSequence"
+            f"{len(sequences)} teacher.ScoredSequence",
+            options=(KEY,),
         )
     for i, result in enumerate(scored):
         kinds = {"topk_logps_TK": np.floating, "topk_ids_TK": np.integer, "sampled_logps_T": np.floating}
@@ -223,7 +252,10 @@ def check_results(label: str, sequences: Sequence[TeacherSequence], scored: Any)
                 found = f"dtype {array.dtype}" if isinstance(array, np.ndarray) else f"type {_type_name(array)}"
                 found = found if hasattr(result, name) else f"no such attribute in a {_type_name(result)}"
                 raise TeacherProtocolError(
-                    f"{label}: {name} of sequence {i} has {found}, expected a numpy array of a {kind.__name__} dtype"
+                    f"{label}: {name} has {found}, expected a numpy array of a {kind.__name__} dtype",
+                    sequence=i,
+                    entry=name,
+                    options=(KEY,),
                 )
         _check_distinct(label, i, result.topk_ids_TK)
 
@@ -237,8 +269,11 @@ def _check_distinct(label: str, i: int, ids_TK: np.ndarray) -> None:
     if repeated_TK.any():
         row, column = np.argwhere(repeated_TK)[0]
         raise TeacherProtocolError(
-            f"{label}: topk_ids_TK of sequence {i} has the id {sorted_TK[row, column]} more than once in row {row}, "
-            "expected distinct ids in each row"
+            f"{label}: topk_ids_TK has the id {sorted_TK[row, column]} more than once in row {row}, expected distinct "
+            "ids in each row",
+            sequence=i,
+            entry="topk_ids_TK",
+            options=(KEY,),
         )
 
 

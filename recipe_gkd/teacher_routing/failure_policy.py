@@ -66,14 +66,12 @@ class FailurePolicy:
             request: Description of the request.
 
         Raises:
-            TeacherError: The error ends the run. The message names the step and the samples.
+            TeacherError: The error ends the run. ``step``, ``teacher`` and ``samples`` are those of the request.
         """
         try:
             return await self._send(send_request, request)
         except TeacherError as error:
-            if str(request) in str(error):
-                raise
-            raise type(error)(f"{request}: {error}") from error
+            raise located(error, request) from error
 
     async def _send(self, send_request: SendRequest, request: TeacherRequest) -> Scores | None:
         config, timeout_s = self._config, KeyedTimeout(self._config.timeout_s, TEACHER_TIMEOUT)
@@ -101,9 +99,11 @@ class FailurePolicy:
                 failed_at = now() if failed_at is None else failed_at
                 left_s = failed_at + max_wait_s - now()
                 if left_s <= 0:
-                    raise type(error)(
-                        f"{request}: no result after retries for {max_wait_s:g} s ({TEACHER}.max_wait_s): {error}. "
-                        "Start the service and resume from the last checkpoint, or raise max_wait_s"
+                    raise error.replaced(
+                        what=f"no result after retries for {max_wait_s:g} s",
+                        options=(f"{TEACHER}.max_wait_s",),
+                        remedy=f"start the service and resume from the last checkpoint, or raise {TEACHER}.max_wait_s",
+                        details=(f"the last error: {error}",),
                     ) from error
                 self._warn_waiting(request, left_s, error)
                 pause_s = min(left_s, max(0.0, sent_at + MIN_RETRY_INTERVAL_S - now()))
@@ -141,7 +141,10 @@ class FailurePolicy:
                     # Without `wait` only the answer of workers that are ready is awaited.
                     timeout_s = timeout_s if max_wait_s else min(timeout_s, READY_TIMEOUT_S)
                 elif now() >= give_up_at:
-                    raise type(error)(f"{error}; the first attempt failed with: {first}") from error
+                    raise error.replaced(
+                        workers=tuple(dict.fromkeys((*error.workers, *first.workers))),
+                        details=(*error.details, f"the first attempt failed with: {first}"),
+                    ) from error
                 log.warning("teacher %s: repeating: %s: %s", name, type(error).__name__, error)
                 await asyncio.sleep(MIN_RETRY_INTERVAL_S)  # the service does not report its return, so it is polled
 
@@ -171,8 +174,31 @@ class FailurePolicy:
             request, self.n_skipped, budget, type(error).__name__, error,
         )  # fmt: skip
         if self.n_skipped > budget:
-            raise type(error)(
+            raise of_several_requests(
+                error,
                 f"{self.n_skipped} samples were not scored by their teacher, more than {TEACHER}.max_skipped_samples="
-                f"{budget}; the last error: {request}: {error}. Check the service and resume from the last "
-                "checkpoint, or raise the budget"
+                f"{budget}",
+                option=f"{TEACHER}.max_skipped_samples",
+                remedy="check the service and resume from the last checkpoint, or raise the budget",
             ) from error
+
+
+def located(error: TeacherError, request: TeacherRequest) -> TeacherError:
+    """Return a copy of an error with the step, the teacher, the samples and, if known, the sample of its request."""
+    uids, uid = tuple(request.uids), error.uid
+    if uid is None and error.sequence is not None and error.sequence < len(uids):
+        uid = uids[error.sequence]
+    return error.replaced(step=request.step, teacher=request.teacher, samples=uids, uid=uid)
+
+
+def of_several_requests(last: TeacherError, what: str, *, option: str, remedy: str) -> TeacherError:
+    """Return an error of the class of the last one, without the place of its request. ``details`` has the last error.
+
+    Args:
+        last: Error of the last request.
+        what: Summary of all failures.
+        option: Configuration key that can be changed.
+        remedy: What the user can do.
+    """
+    summary = last.replaced(what=what, options=(option,), remedy=remedy, details=(f"the last error: {last}",))
+    return summary.replaced(phase="", operation="", address="", worker="", workers=(), sequence=None, uid=None)

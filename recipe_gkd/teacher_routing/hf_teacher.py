@@ -29,7 +29,7 @@ from recipe_gkd.teacher_routing.chunked_model import ChunkedModel
 from teacher import PROTOCOL_VERSION, check_sequences, check_temperature
 from teacher.engines.checkpoint import read_checkpoint
 from teacher.engines.tokenizer import count_tokens, load_tokenizer
-from teacher.errors import TeacherError, TeacherRequestError, TeacherTimeout
+from teacher.errors import TeacherClosed, TeacherError, TeacherRequestError, TeacherSetupError, TeacherTimeout
 from teacher.fingerprint import last_tokens, tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 
@@ -39,6 +39,7 @@ DEFAULT_TOP_K = 256  # like N_LOGPROBS of the teacher service
 MAX_LOGITS_BYTES = 1 << 30
 """Maximum memory for logits and their log-probabilities at the same time."""
 CLOSE_TIMEOUT_S = 30.0
+_MODEL_KEY = f"{TEACHER}.model_path"
 _BYTES_PER_LOGIT = 12  # logits in the model's dtype, then float32 logits and log-probabilities
 
 
@@ -49,6 +50,10 @@ class _Request:
     timeout_s: float
     deadline: float
     future: Future[list[ScoredSequence]] = field(default_factory=Future)
+
+    @property
+    def operation(self) -> str:
+        return f"scoring {len(self.sequences)} sequences"
 
 
 class HfTeacher:
@@ -79,26 +84,25 @@ class HfTeacher:
             device: ``"cpu"``, or ``"auto"`` or ``"cuda"`` for a GPU if one is visible.
 
         Raises:
-            TeacherError: The folder is not a complete checkpoint, or ``top_k`` exceeds its vocabulary.
+            TeacherSetupError: The folder is not a complete checkpoint, or ``top_k`` exceeds its vocabulary.
         """
         import transformers
 
         folder = Path(model_path)
-        try:
-            checkpoint = read_checkpoint(folder)
-            tokenizer = load_tokenizer(str(folder))
-        except TeacherError as error:
-            raise TeacherError(str(error).replace("CKPT_PATH=", f"{TEACHER}.model_path=")) from error
+        checkpoint = read_checkpoint(folder, _MODEL_KEY)
+        tokenizer = load_tokenizer(str(folder), _MODEL_KEY)
         self._device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         try:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
-            raise TeacherError(f"{TEACHER}.model_path={folder} cannot be loaded: {error}") from error
+            what = f"{_MODEL_KEY}={folder} cannot be loaded: {error}"
+            raise TeacherSetupError(what, path=folder, options=(_MODEL_KEY,)) from error
         self._model = ChunkedModel(model.to(self._device).eval())
         n_tokens = count_tokens(tokenizer, checkpoint.vocab_size)
         k = min(DEFAULT_TOP_K, n_tokens) if top_k is None else top_k
         if k > n_tokens:
-            raise TeacherError(f"{TEACHER}.top_k={k} exceeds the {n_tokens} tokens of {folder}; lower it")
+            what = f"{TEACHER}.top_k={k} exceeds the {n_tokens} tokens of {folder}"
+            raise TeacherSetupError(what, options=(f"{TEACHER}.top_k",), remedy="lower it")
         text_config = model.config.get_text_config()
         dtype = str(model.dtype).removeprefix("torch.")
         self._info = TeacherInfo(
@@ -139,7 +143,8 @@ class HfTeacher:
         """
         if not self._info.n_logprobs <= n_ids <= self._info.n_tokens:
             raise TeacherRequestError(
-                f"{n_ids} ids with a probability; expected {self._info.n_logprobs} (top_k) to {self._info.n_tokens}"
+                f"{n_ids} ids with a probability, expected {self._info.n_logprobs} (top_k) to {self._info.n_tokens}",
+                argument="n_ids",
             )
         self._n_ids = n_ids
 
@@ -168,7 +173,7 @@ class HfTeacher:
             return request.future
         with self._changed:
             if self._closed:
-                raise TeacherError("the in-process teacher is closed; make a new HfTeacher")
+                raise TeacherClosed("the in-process teacher is closed", remedy="make a new HfTeacher")
             self._open.add(request)
             self._changed.notify_all()
             self._queue.put(request)
@@ -181,7 +186,8 @@ class HfTeacher:
             open_requests = list(self._open)
             self._changed.notify_all()
         for request in open_requests:
-            self._resolve(request, TeacherError("the in-process teacher was closed before the request was scored"))
+            closed = TeacherClosed("the in-process teacher was closed before the request was scored")
+            self._resolve(request, closed.replaced(operation=request.operation))
         self._queue.put(None)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
@@ -193,13 +199,17 @@ class HfTeacher:
             ids = sequence.token_ids
             if len(ids) > self._info.max_model_len:
                 raise TeacherRequestError(
-                    f"sequence {i}: {len(ids)} tokens, the teacher {self._info.model_name} takes at most "
-                    f"{self._info.max_model_len}; shorten prompt and response"
+                    f"{len(ids)} tokens, the teacher {self._info.model_name} takes at most {self._info.max_model_len}",
+                    sequence=i,
+                    argument="token_ids",
+                    remedy="shorten prompt and response",
                 )
             if ids.min() < 0 or ids.max() >= self._n_ids:
                 raise TeacherRequestError(
-                    f"sequence {i}: token ids {ids.min()} to {ids.max()}, the teacher {self._info.model_name} has ids "
-                    f"0 to {self._n_ids - 1}; student and teacher must share one tokenizer"
+                    f"token ids {ids.min()} to {ids.max()}, the teacher {self._info.model_name} has ids 0 to "
+                    f"{self._n_ids - 1}: student and teacher must share one tokenizer",
+                    sequence=i,
+                    argument="token_ids",
                 )
 
     def _resolve(self, request: _Request, result: list[ScoredSequence] | BaseException) -> None:
@@ -230,11 +240,14 @@ class HfTeacher:
                     self._changed.wait(None if next_deadline is None else next_deadline - now)
                     continue
             for request in expired:
-                message = (
-                    f"scoring {len(request.sequences)} sequences: the in-process teacher {self._info.model_name} did "
-                    f"not finish within {request.timeout_s:g} s; raise {TEACHER}.timeout_s, or use a teacher service"
+                late = TeacherTimeout(
+                    f"the in-process teacher {self._info.model_name} did not finish within {request.timeout_s:g} s",
+                    operation=request.operation,
+                    options=(f"{TEACHER}.timeout_s",),
+                    stage="scoring",
+                    remedy=f"raise {TEACHER}.timeout_s, or use a teacher service",
                 )
-                self._resolve(request, TeacherTimeout(message))
+                self._resolve(request, late)
 
     def _score_requests(self) -> None:
         while (request := self._queue.get()) is not None:
@@ -242,7 +255,8 @@ class HfTeacher:
                 scored = self._score(request)
             except Exception as error:  # of any type, such as out of memory: the future must not stay open
                 log.exception("the in-process teacher failed")
-                self._resolve(request, TeacherError(f"the in-process teacher failed: {type(error).__name__}: {error}"))
+                what = f"the in-process teacher failed: {type(error).__name__}: {error}"
+                self._resolve(request, TeacherError(what, operation=request.operation))
             else:
                 self._resolve(request, scored)
 

@@ -120,22 +120,26 @@ class _PromptBuilder:
         try:
             own = None if self._prompt_path is None else row.prompt_at(self._prompt_path)
         except DataError as error:
-            raise DataError(f"prompt of teacher {self._name}: {error}") from error
+            raise error.located(phase=f"prompt of teacher {self._name}").replaced(
+                row=row.index, column=".".join(self._prompt_path or ())
+            ) from error
         prompt = self._filled(row.prompt if own is None else own, row, where)
         ids = tokenize_prompt(prompt, self._tokenizer, where, template=self.template, tools=row.tools)
         if not self._allows_mismatch:
-            self._check_end(row.prompt, prompt, where, row.tools)
+            self._check_end(row, prompt, where)
         return prompt, ids
 
-    def _check_end(self, student: Any, teacher: Any, where: str, tools: Tools | None) -> None:
-        of_student = _generation_prompt(student, self._tokenizer, where, self._student_template, tools)
-        of_teacher = _generation_prompt(teacher, self._tokenizer, where, self.template, tools)
+    def _check_end(self, row: Row, prompt: Any, where: str) -> None:
+        of_student = _generation_prompt(row.prompt, self._tokenizer, where, self._student_template, row.tools)
+        of_teacher = _generation_prompt(prompt, self._tokenizer, where, self.template, row.tools)
         if of_student != of_teacher:
             raise DataError(
                 f"{where}: the prompts of student and teacher end differently. The student's response follows "
-                f"{of_student!r}, but the teacher would score it after {of_teacher!r}. Give both the same arguments of "
-                f"the chat template (data.apply_chat_template_kwargs, {self._kwargs_key}) and the "
-                f"same kind of prompt, text or messages; or set {TEACHER}.allow_prompt_mismatch=true"
+                f"{of_student!r}, but the teacher would score it after {of_teacher!r}",
+                row=row.index,
+                remedy="give both the same arguments of the chat template (data.apply_chat_template_kwargs, "
+                f"{self._kwargs_key}) and the same kind of prompt, text or messages; or set "
+                f"{TEACHER}.allow_prompt_mismatch=true",
             )
 
     def _path_of_field(self, field: str) -> ColumnPath:
@@ -145,8 +149,9 @@ class _PromptBuilder:
         except DataError:
             raise DataError(
                 f"{setting}={self._text_template!r} has the field {{{field}}}, but the data has no such column; "
-                f"expected {{{PROMPT}}}, the replaced text, or one of: {', '.join(self._data_set.field_names())}. "
-                "Correct the field; write {{ and }} for braces"
+                f"expected {{{PROMPT}}}, the replaced text, or one of: {', '.join(self._data_set.field_names())}",
+                column=field,
+                remedy="correct the field; write {{ and }} for braces",
             ) from None
 
     def _filled(self, prompt: Any, row: Row, where: str) -> Any:
@@ -164,7 +169,9 @@ class _PromptBuilder:
                 return messages
         raise DataError(
             f"{where}: {self._key}.prompt_template replaces the last user message, but the prompt {prompt!r:.200} has "
-            "none with a text; remove the row or the template"
+            "none with a text",
+            row=row.index,
+            remedy="remove the row or the template",
         )
 
     def _fill(self, text: str, row: Row, where: str) -> str:
@@ -173,7 +180,10 @@ class _PromptBuilder:
         if absent := [field for field, value in values.items() if value is None]:
             raise DataError(
                 f"{where}: the column {absent[0]} is null, but {self._key}.prompt_template has the field "
-                f"{{{absent[0]}}}; fill it in, or remove the row or the field"
+                f"{{{absent[0]}}}",
+                row=row.index,
+                column=absent[0],
+                remedy="fill it in, or remove the row or the field",
             )
         return fill(self._text_template, {field: value or "" for field, value in values.items()} | {PROMPT: text})
 

@@ -22,7 +22,7 @@ from recipe_gkd.runtime.wait_log import waiting
 from recipe_gkd.scoring.requests import Requests, TeacherRequest
 from recipe_gkd.teacher_routing.backends import TeacherBackend, open_backend
 from recipe_gkd.teacher_routing.direct_requests import DirectRequests
-from recipe_gkd.teacher_routing.failure_policy import FailurePolicy, Scores
+from recipe_gkd.teacher_routing.failure_policy import FailurePolicy, Scores, of_several_requests
 from recipe_gkd.teacher_routing.outages import OutageMonitor
 from recipe_gkd.teacher_routing.routes import Routes
 from teacher.client import ClientSpec, TeacherClient
@@ -112,7 +112,9 @@ class Teachers:
         if absent := [name for name in routes.used if name not in self.clients]:
             raise ConfigError(
                 f"trainer.val_kl: rows of the validation data are for teacher {', '.join(absent)}, but no row of the "
-                f"training data is, so the run does not connect to it; remove these rows, or set trainer.val_kl=false"
+                "training data is, so the run does not connect to it",
+                keys=("trainer.val_kl",),
+                remedy="remove these rows, or set trainer.val_kl=false",
             )
         teachers = Teachers(self._config, routes, self.clients, self._outages)
         teachers.requests = self.requests
@@ -137,7 +139,7 @@ class Teachers:
         :meth:`FailurePolicy.repeat`.
 
         Raises:
-            TeacherError: A service did not fall asleep within ``teacher.timeout_s``. The error names its address.
+            TeacherError: A service did not fall asleep within ``teacher.timeout_s``. The error has its address.
         """
         await self._policy.repeat(partial(self._call_services, TeacherClient.submit_sleep), "sleep")
 
@@ -149,8 +151,8 @@ class Teachers:
                 :meth:`FailurePolicy.repeat`.
 
         Raises:
-            TeacherError: A service did not wake up in time, or a worker woke with another model. The error names the
-                address and the workers.
+            TeacherError: A service did not wake up in time, or a worker woke with another model. The error has the
+                address and the names of the workers.
         """
         if timeout_s is not None:
             await self._call_services(TeacherClient.submit_wake, timeout_s)
@@ -158,16 +160,22 @@ class Teachers:
             await self._policy.repeat(partial(self._call_services, TeacherClient.submit_wake), "wake")
 
     async def _call_services(self, submit: Callable[[TeacherClient, float], Future[int]], timeout_s: float) -> None:
-        """Start one call per address and wait for all. The error has the messages of all services that failed."""
+        """Start one call per address and wait for all. ``details`` of the error has the errors of further services."""
         services = {client.address: client for client in self.clients.values() if isinstance(client, TeacherClient)}
         calls = [asyncio.wrap_future(submit(client, timeout_s)) for client in services.values()]
         with waiting("sleep or wake-up of the teachers", timeout_s, lambda: _unfinished(services, calls)):
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if len(errors) > 1 and isinstance(errors[0], TeacherError):
-            raise type(errors[0])("; also: ".join(map(str, errors))) from errors[0]
-        if errors:
-            raise errors[0]
+        if not errors:
+            return
+        first, *others = errors
+        if not others or not isinstance(first, TeacherError):
+            raise first
+        workers = [name for error in errors if isinstance(error, TeacherError) for name in error.workers]
+        raise first.replaced(
+            workers=tuple(dict.fromkeys(workers)),
+            details=(*first.details, *(f"also: {other}" for other in others)),
+        ) from first
 
     async def score(self, pairs: Sequence[Pair], step: int) -> list[Sample]:
         """Return the pairs with the teachers' top-k at every response position, in the same order.
@@ -260,11 +268,14 @@ class Teachers:
         skipped = sum(sample.is_skipped for sample in for_teacher)
         none_scored = skipped > 0 and skipped == len(for_teacher)
         if none_scored and self._gkd.distill_loss_coef and (error := self._policy.last_error):
-            raise type(error)(
-                f"step {step}: none of the {skipped} samples of the batch was scored by its teacher, so there is "
-                f"nothing to distill; the last error: {error}. Check the service and resume from the last "
-                f"checkpoint; {TEACHER}.on_failure=wait retries instead of skipping"
-            ) from error
+            summary = of_several_requests(
+                error,
+                f"none of the {skipped} samples of the batch was scored by its teacher, so there is nothing to distill",
+                option=f"{TEACHER}.on_failure",
+                remedy="check the service and resume from the last checkpoint, or set "
+                f"{TEACHER}.on_failure=wait to retry instead of skipping",
+            )
+            raise summary.replaced(step=step) from error
         metrics = {"teacher/skipped_samples": float(skipped), "teacher/skipped_samples_total": float(before + skipped)}
         tokens = [0] * len(self._routes.names)
         for sample in for_teacher:

@@ -64,9 +64,12 @@ def read_routes(data_set: DataSet, config: Config) -> Routes:
     for row, value in enumerate(values):
         if not isinstance(value, str) or value not in numbers:
             raise DataError(
-                f"{data_set[row].where} has {value!r:.100} in the column {setting}={teacher.route_key}; "
-                f"expected one of the teachers {', '.join(known)}. Correct the row, add its teacher to "
-                f"{TEACHER}.teachers, or write teachers' names into a separate column"
+                f"{data_set[row].where} has {value!r:.100} in the column {setting}={teacher.route_key}, "
+                f"expected one of the teachers {', '.join(known)}",
+                row=row,
+                column=teacher.route_key,
+                remedy=f"correct the row, add its teacher to {TEACHER}.teachers, or write teachers' names into a "
+                "separate column",
             )
     routes = Routes(known, np.array([numbers[value] for value in values]))
     if unused := [name for name in known if name not in routes.used]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from recipe_gkd.config.schema.teacher import TeacherVocabulary
 from recipe_gkd.config.teachers import TEACHER
-from recipe_gkd.errors import ConfigError
+from recipe_gkd.errors import VocabularyMismatch
 from recipe_gkd.model_files import Student
 from teacher.fingerprint import count_ids, last_tokens
 from teacher.records import LastToken, TeacherInfo
@@ -34,31 +34,37 @@ def check_vocabulary(label: str, info: TeacherInfo, student: Student, accepted: 
         Number of ids to which the teacher's distributions must be restricted. 0: both vocabularies are equal.
 
     Raises:
-        ConfigError: The vocabularies do not fit.
+        VocabularyMismatch: The vocabularies do not fit.
     """
     n_ids = 0
     if info.tokenizer_fingerprint != student.fingerprint:
         further = _further_tokens(info, student)
         if further is None or accepted != "compatible":
-            raise ConfigError(_difference(label, info, student, further))
+            raise _difference(label, info, student, further)
         n_ids = student.n_tokens
         log.info("%s: the ids from %d on have no probability: %s", label, n_ids, _listed(further))
     if info.n_tokens < student.n_tokens:
-        raise ConfigError(
+        raise VocabularyMismatch(
             f"{label} accepts the ids 0 to {info.n_tokens - 1} of the tokenizer, because its output layer has "
             f"{info.vocab_size} rows, but responses of the student {student.path} contain ids up to "
-            f"{student.n_tokens - 1}; choose a teacher checkpoint whose output layer covers the tokenizer"
+            f"{student.n_tokens - 1}",
+            ids=tuple(range(info.n_tokens, student.n_tokens)),
+            remedy="choose a teacher checkpoint whose output layer covers the tokenizer",
         )
     invalid = [token for token in info.eos_token_ids if token >= student.n_tokens]
     if invalid and not n_ids:
-        raise ConfigError(
+        raise VocabularyMismatch(
             f"{label} ends a turn with the ids {invalid}, but the student {student.path} has only ids 0 to "
-            f"{student.n_tokens - 1}; correct eos_token_id in the teacher's generation_config.json"
+            f"{student.n_tokens - 1}",
+            ids=tuple(invalid),
+            remedy="correct eos_token_id in the teacher's generation_config.json",
         )
     if n_ids and n_ids < info.n_logprobs:
-        raise ConfigError(
+        raise VocabularyMismatch(
             f"{label} returns N_LOGPROBS={info.n_logprobs} ids per position, but the student {student.path} has only "
-            f"{n_ids}; start the teacher with a smaller N_LOGPROBS"
+            f"{n_ids}",
+            keys=("N_LOGPROBS",),
+            remedy="start the teacher with a smaller N_LOGPROBS",
         )
     return n_ids
 
@@ -70,8 +76,10 @@ def _further_tokens(info: TeacherInfo, student: Student) -> Sequence[LastToken] 
     return further if further and further[0].fingerprint == student.fingerprint else None
 
 
-def _difference(label: str, info: TeacherInfo, student: Student, further: Sequence[LastToken] | None) -> str:
-    """Return the message about vocabularies that differ, with the first tokens that do."""
+def _difference(
+    label: str, info: TeacherInfo, student: Student, further: Sequence[LastToken] | None
+) -> VocabularyMismatch:
+    """Return the error of vocabularies that differ, with the tokens that do."""
     n_ids = count_ids(student.tokenizer)
     found = (
         f"the teacher's vocabulary does not fit the student's: {label} has {info.n_tokens} ids (tokenizer "
@@ -79,17 +87,21 @@ def _difference(label: str, info: TeacherInfo, student: Student, further: Sequen
         f"{student.fingerprint})"
     )
     if further is not None:
-        return (
-            f"{found}. The first {n_ids} ids are equal, and the teacher has further ones: {_listed(further)}. Set "
-            f"{TEACHER}.vocabulary=compatible to exclude them from the teacher's distributions"
+        key = f"{TEACHER}.vocabulary"
+        return VocabularyMismatch(
+            f"{found}. The first {n_ids} ids are equal, and the teacher has further ones: {_listed(further)}",
+            keys=(key,),
+            ids=_ids(further),
+            remedy=f"set {key}=compatible to exclude them from the teacher's distributions",
         )
     own = last_tokens(student.tokenizer)
     beyond = [token for token in own if token.fingerprint == info.tokenizer_fingerprint]
     if beyond:
         tokens = [token for token in own if token.id >= beyond[0].id]
-        return (
-            f"{found}. The student has tokens that the teacher does not have: {_listed(tokens)}. The teacher cannot "
-            "score them: remove them from the student, or add them to the teacher"
+        return VocabularyMismatch(
+            f"{found}. The student has tokens that the teacher does not have and cannot score: {_listed(tokens)}",
+            ids=_ids(tokens),
+            remedy="remove them from the student, or add them to the teacher",
         )
     texts = {token.id: token.text for token in info.last_tokens}
     is_same_until = {token.id: token.fingerprint for token in info.last_tokens}
@@ -99,11 +111,19 @@ def _difference(label: str, info: TeacherInfo, student: Student, further: Sequen
             f"{token.id} is {texts[token.id]!r} for the teacher and {token.text!r} for the student" for token in others
         ]
         first = "; ".join(pairs[:SHOWN_TOKENS]) + ("; ..." if len(pairs) > SHOWN_TOKENS else "")
-        return f"{found}. {first}. An id must be the same token in both: give both the same added tokens"
-    return (
-        f"{found}. An id must be the same token in both: choose a teacher and a student of one model family, with "
-        "their original tokenizer files"
+        return VocabularyMismatch(
+            f"{found}. {first}. An id must be the same token in both",
+            ids=_ids(others),
+            remedy="give both the same added tokens",
+        )
+    return VocabularyMismatch(
+        f"{found}. An id must be the same token in both",
+        remedy="choose a teacher and a student of one model family, with their original tokenizer files",
     )
+
+
+def _ids(tokens: Sequence[LastToken]) -> tuple[int, ...]:
+    return tuple(token.id for token in tokens)
 
 
 def _listed(tokens: Sequence[LastToken]) -> str:

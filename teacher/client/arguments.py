@@ -1,4 +1,4 @@
-"""Conversion and checks of the sequences given to a client. Errors name the argument."""
+"""Conversion and checks of the sequences given to a client. Errors have its position and argument as fields."""
 
 from __future__ import annotations
 
@@ -20,45 +20,64 @@ def normalize_sequences(sequences: Iterable[TeacherSequence]) -> list[TeacherSeq
     """
     if isinstance(sequences, TeacherSequence):
         raise TeacherRequestError(
-            "sequences: got one TeacherSequence, expected a list of them; write [sequence] instead of sequence"
+            "sequences: got one TeacherSequence, expected a list of them",
+            argument="sequences",
+            remedy="write [sequence] instead of sequence",
         )
     if not isinstance(sequences, Iterable):
-        raise TeacherRequestError(f"sequences: got {type(sequences).__name__}, expected a list of TeacherSequence")
-    return [_normalize(f"sequences[{i}]", sequence) for i, sequence in enumerate(sequences)]
+        raise TeacherRequestError(
+            f"sequences: got {type(sequences).__name__}, expected a list of TeacherSequence", argument="sequences"
+        )
+    return [_normalize(i, sequence) for i, sequence in enumerate(sequences)]
 
 
-def _normalize(name: str, sequence: TeacherSequence) -> TeacherSequence:
+def _normalize(i: int, sequence: TeacherSequence) -> TeacherSequence:
     if not isinstance(sequence, TeacherSequence):
         raise TeacherRequestError(
-            f"{name}: got {type(sequence).__name__}, expected teacher.TeacherSequence(token_ids, prompt_len)"
+            f"got {type(sequence).__name__}, expected teacher.TeacherSequence(token_ids, prompt_len)",
+            sequence=i,
+            argument="sequences",
         )
     token_ids, prompt_len = sequence.token_ids, sequence.prompt_len
-    _check_ids(f"{name}.token_ids", token_ids)
+    _check_ids(i, token_ids)
     if isinstance(prompt_len, bool) or not isinstance(prompt_len, int | np.integer):
         raise TeacherRequestError(
-            f"{name}.prompt_len: got {type(prompt_len).__name__} {prompt_len!r:.40}; expected the number of prompt "
-            "tokens as an integer"
+            f"prompt_len: got {type(prompt_len).__name__} {prompt_len!r:.40}, expected the number of prompt tokens "
+            "as an integer",
+            sequence=i,
+            argument="prompt_len",
         )
     if not 1 <= prompt_len < len(token_ids):
         raise TeacherRequestError(
-            f"{name}.prompt_len: got {prompt_len} for {len(token_ids)} token_ids; expected 1 <= prompt_len < "
-            f"{len(token_ids)}: prompt and response have at least one token each"
+            f"prompt_len: got {prompt_len} for {len(token_ids)} token_ids, expected 1 <= prompt_len < "
+            f"{len(token_ids)}: prompt and response have at least one token each",
+            sequence=i,
+            argument="prompt_len",
         )
     if token_ids.dtype == np.int32 and type(prompt_len) is int:
         return sequence
     return TeacherSequence(token_ids.astype(np.int32, copy=False), int(prompt_len))
 
 
-def _check_ids(name: str, token_ids: np.ndarray) -> None:
+def _check_ids(i: int, token_ids: np.ndarray) -> None:
     if not np.issubdtype(token_ids.dtype, np.integer) or token_ids.ndim != 1:
         kind = token_ids.dtype.name if token_ids.dtype != object else "mixed"
         raise TeacherRequestError(
-            f"{name}: got a {kind} array of shape {list(token_ids.shape)}; expected integers >= 0 in one dimension [N]"
+            f"token_ids: got a {kind} array of shape {list(token_ids.shape)}, expected integers >= 0 in one dimension "
+            "[N]",
+            sequence=i,
+            argument="token_ids",
         )
     if len(token_ids) < 2:
         raise TeacherRequestError(
-            f"{name}: got {len(token_ids)} tokens; expected at least 2: prompt and response have at least one each"
+            f"token_ids: got {len(token_ids)} tokens, expected at least 2: prompt and response have at least one each",
+            sequence=i,
+            argument="token_ids",
         )
     if (low := token_ids.min()) < 0 or (high := token_ids.max()) > _MAX_ID:
         bad = low if low < 0 else high
-        raise TeacherRequestError(f"{name}: got the token id {bad}; expected integers from 0 to {_MAX_ID}")
+        raise TeacherRequestError(
+            f"token_ids: got the token id {bad}, expected integers from 0 to {_MAX_ID}",
+            sequence=i,
+            argument="token_ids",
+        )

@@ -58,9 +58,9 @@ class Call(ABC, Generic[R]):
             TeacherProtocolError: The message is not a valid reply to that request.
         """
 
-    def rewrite_error(self, request_id: int, text: str) -> str:
-        """Return the service's error text about one request as a text about the whole call."""
-        return text
+    def locate_error(self, request_id: int, error: TeacherError) -> TeacherError:
+        """Return the service's error about one request as an error about the whole call."""
+        return error
 
     def succeed(self, result: R) -> None:
         """Set the result. A call that is already resolved or canceled is left unchanged."""
@@ -120,5 +120,7 @@ class ProxyCall(Call[R]):
             TeacherProtocolError: The reply has another type.
         """
         if not isinstance(message, self._expected):
-            raise TeacherProtocolError(f"expected {self._expected.__name__}, got {type(message).__name__}")
+            raise TeacherProtocolError(
+                f"expected {self._expected.__name__}, got {type(message).__name__}", entry="kind"
+            )
         self.succeed(self._read(message))

@@ -6,18 +6,18 @@ long ones of the same submission, and a worker that dies loses little work.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from teacher.client.arguments import normalize_sequences
 from teacher.client.calls import Call
-from teacher.errors import TeacherProtocolError
+from teacher.errors import TeacherError, TeacherProtocolError
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherSequence
 from teacher.wire import protocol
 from teacher.wire.frames import Frame
-from teacher.wire.messages import Message, ScoreReply, WireDtype, check_sequences
+from teacher.wire.messages import Message, ScoreReply, WireDtype
+from teacher.wire.request_checks import check_sequences
 
 CHUNK_TOKENS = 4096
 MAX_CHUNK_REPLY_BYTES = 256 << 20  # a worker keeps the results of a chunk in memory until the chunk is complete
@@ -72,7 +72,7 @@ class ScoreCall(Call[list[ScoredSequence]]):
             as_float32: Convert the log-probabilities to float32. Otherwise they keep ``wire_dtype``.
 
         Raises:
-            TeacherRequestError: The sequences cannot be sent. The error names the argument.
+            TeacherRequestError: The sequences cannot be sent. ``sequence`` and ``argument`` of the error are set.
         """
         sequences = normalize_sequences(sequences)
         check_sequences(sequences)
@@ -111,9 +111,11 @@ class ScoreCall(Call[list[ScoredSequence]]):
         """
         chunk = self._chunks[self._index(request_id)]
         if not isinstance(message, ScoreReply):
-            raise TeacherProtocolError(f"expected {ScoreReply.__name__}, got {type(message).__name__}")
+            raise TeacherProtocolError(f"expected {ScoreReply.__name__}, got {type(message).__name__}", entry="kind")
         if len(message.scored) != len(chunk):
-            raise TeacherProtocolError(f"sent {len(chunk)} sequences, got scores of {len(message.scored)}")
+            raise TeacherProtocolError(
+                f"sent {len(chunk)} sequences, got scores of {len(message.scored)}", entry="arrays"
+            )
         for i, scored in zip(chunk, message.scored, strict=True):
             self._check_shape(i, scored)
             self._scored[i] = _to_float32(scored) if self._as_float32 else scored
@@ -121,10 +123,11 @@ class ScoreCall(Call[list[ScoredSequence]]):
         if len(self._scored) == len(self._n_rows):
             self.succeed([self._scored[i] for i in range(len(self._n_rows))])
 
-    def rewrite_error(self, request_id: int, text: str) -> str:
-        """Return ``text`` with the sequence index of the chunk replaced by the one of the whole call."""
-        start = self._chunks[self._index(request_id)].start
-        return re.sub(r"\bsequence ([0-9]{1,9}):", lambda found: f"sequence {int(found[1]) + start}:", text, count=1)
+    def locate_error(self, request_id: int, error: TeacherError) -> TeacherError:
+        """Return an error whose sequence has its position in the whole call instead of the position in the chunk."""
+        if error.sequence is None:
+            return error
+        return error.replaced(sequence=error.sequence + self._chunks[self._index(request_id)].start)
 
     def _index(self, request_id: int) -> int:
         return request_id - self.request_ids.start
@@ -135,7 +138,7 @@ class ScoreCall(Call[list[ScoredSequence]]):
             self._n_columns = n_columns
         if (n_rows, n_columns) != (self._n_rows[i], self._n_columns):
             raise TeacherProtocolError(
-                f"sequence {i}: expected [T, K] = {[self._n_rows[i], self._n_columns]}, got {[n_rows, n_columns]}"
+                f"expected [T, K] = {[self._n_rows[i], self._n_columns]}, got {[n_rows, n_columns]}", sequence=i
             )
 
 

@@ -20,7 +20,8 @@ from teacher.status import ServiceStatus
 from teacher.wire import protocol
 from teacher.wire.auth import ClientKeys, client_keys, is_loopback
 from teacher.wire.connection import CLIENT, Connection, PeerRole
-from teacher.wire.messages import LIMITS, AsleepSet, Info, Status, WireDtype, check_top_k, check_wire_dtype
+from teacher.wire.messages import LIMITS, AsleepSet, Info, Status, WireDtype
+from teacher.wire.request_checks import check_top_k, check_wire_dtype
 from teacher.wire.sockets import FRONTEND_PORT
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -126,7 +127,9 @@ class TeacherClient:
         self._model: TeacherInfo | None = None
         self._n_ids = 0
         if not 1 <= n_connections <= MAX_CONNECTIONS:
-            raise TeacherRequestError(f"n_connections must be 1 to {MAX_CONNECTIONS}, got {n_connections!r}")
+            raise TeacherRequestError(
+                f"n_connections must be 1 to {MAX_CONNECTIONS}, got {n_connections!r}", argument="n_connections"
+            )
         keys = client_keys(auth_dir)
         self._options = ClientOptions(
             timeout_s=timeout_s, auth_dir=keys, top_k=top_k, wire_dtype=wire_dtype, n_connections=n_connections
@@ -186,7 +189,7 @@ class TeacherClient:
         Raises:
             TeacherRequestError: A worker was started without its sleep mode. All workers stay awake.
             TeacherTimeout: Requests were open until the deadline, and the service stays awake; or workers did not
-                release their memory in time, and the error names them.
+                release their memory in time; ``workers`` of the error has their names.
             TeacherUnavailable: The service cannot be reached, a worker failed, or another client woke it.
         """
         return self.submit_sleep(timeout_s).result()
@@ -202,7 +205,7 @@ class TeacherClient:
         Raises:
             TeacherUnavailable: A worker failed, for example because its model is not the same as before. It has ended;
                 the other workers serve. Or the service has no worker, or cannot be reached.
-            TeacherTimeout: Workers did not restore their models in time. The error names them.
+            TeacherTimeout: Workers did not restore their models in time. ``workers`` of the error has their names.
         """
         return self.submit_wake(timeout_s).result()
 
@@ -235,7 +238,7 @@ class TeacherClient:
             `TeacherUnavailable`, `TeacherChanged` or `TeacherProtocolError`.
 
         Raises:
-            TeacherError: The client is closed or belongs to another process.
+            TeacherClosed: The client is closed or belongs to another process.
         """
         try:
             call = ScoreCall(
@@ -336,5 +339,7 @@ class TeacherClient:
 
 def _check_timeout_s(timeout_s: float) -> float:
     if not 0 < timeout_s <= LIMITS.timeout_s:
-        raise TeacherRequestError(f"timeout_s must be above 0 and at most {LIMITS.timeout_s:.0f}, got {timeout_s!r}")
+        raise TeacherRequestError(
+            f"timeout_s must be above 0 and at most {LIMITS.timeout_s:.0f}, got {timeout_s!r}", argument="timeout_s"
+        )
     return float(timeout_s)

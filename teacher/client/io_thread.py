@@ -21,7 +21,7 @@ import zmq
 
 from teacher.client.calls import Call
 from teacher.client.inflight import InFlight, Request
-from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, TeacherUnavailable
+from teacher.errors import TeacherClosed, TeacherError, TeacherProtocolError, TeacherTimeout
 from teacher.wire import protocol
 from teacher.wire.connection import Connection
 from teacher.wire.frames import Frame
@@ -64,13 +64,17 @@ class ClientIOThread:
         """Assign request ids to a call and pass it to the thread.
 
         Raises:
-            TeacherError: The client is closed or belongs to another process.
+            TeacherClosed: The client is closed or belongs to another process.
         """
         if os.getpid() != self._pid:
-            raise TeacherError(f"this client belongs to process {self._pid}; make a new one in process {os.getpid()}")
+            raise TeacherClosed(
+                f"this client belongs to process {self._pid}", remedy=f"make a new one in process {os.getpid()}"
+            )
         with self._lock:
             if self._closing:
-                raise TeacherError(f"the client of {self.address} is closed; make a new TeacherClient")
+                raise TeacherClosed(
+                    f"the client of {self.address} is closed", address=self.address, remedy="make a new TeacherClient"
+                )
             call.request_ids = range(self._next_id, self._next_id + call.n_requests)
             self._next_id += call.n_requests
             self._inbox.put(call)
@@ -122,8 +126,8 @@ class ClientIOThread:
             if isinstance(item := self._inbox.get_nowait(), Call):
                 calls.append(item)
         for call in calls:
-            message = f"{call.description}: the client of {self.address} ended before the reply arrived ({reason})"
-            call.fail(TeacherError(message))
+            what = f"the client ended before the reply arrived ({reason})"
+            call.fail(TeacherClosed(what, operation=call.description, address=self.address))
         with suppress(zmq.ZMQError):  # a broken socket may be the reason
             for request in requests:
                 if request.is_sent:
@@ -196,7 +200,7 @@ class ClientIOThread:
                     self._fail_call(request, error)
         elif isinstance(message, Failure):
             if (request := self._take(message.request_id)) is not None:
-                self._fail_call(request, message.error)
+                self._fail_call(request, request.call.locate_error(request.request_id, message.error))
         elif isinstance(message, RetryLater):
             self._inflight.defer(message.request_id, message.reason, time.monotonic())
         elif not isinstance(message, Probe):
@@ -210,30 +214,29 @@ class ClientIOThread:
 
     def _expire(self, call: Call[Any]) -> None:
         reasons = [request.defer_reason for request in self._drop(call.request_ids) if request.defer_reason]
-        subject, waited = call.description, f"{call.timeout_s:g} s"
+        waited = f"{call.timeout_s:g} s"
+        error: TeacherError
         if not self._connection.is_up:
-            call.fail(TeacherUnavailable(f"{subject}: {self._connection.explain_outage()} (waited {waited})"))
+            outage = self._connection.outage()
+            error = outage.replaced(remedy=f"{outage.remedy} (waited {waited})")
         elif reasons:
-            call.fail(
-                TeacherTimeout(
-                    f"{subject}: the teacher at {self.address} deferred the request until its deadline of {waited}, "
-                    f"because it was full or stopping; its reason: {reasons[0]}"
-                )
+            error = TeacherTimeout(
+                f"the teacher deferred the request until its deadline of {waited}, because it was full or stopping: "
+                f"{reasons[0]}",
+                stage="deferred",
             )
         else:
-            call.fail(
-                TeacherTimeout(
-                    f"{subject}: the teacher at {self.address} is connected but did not reply within {waited}; it may "
-                    f"be slow (raise the timeout) or hang: {DIAGNOSIS_HINT}"
-                )
+            error = TeacherTimeout(
+                f"the teacher is connected but did not reply within {waited}: it may be slow or hang",
+                stage="sent",
+                remedy=f"raise the timeout, or {DIAGNOSIS_HINT}",
             )
+        call.fail(error.replaced(operation=call.description, address=self.address))
 
     def _fail_call(self, request: Request, error: TeacherError) -> None:
         """Fail the call of a request with the service's error, or with the defect of its reply."""
-        call = request.call
-        text = call.rewrite_error(request.request_id, str(error))
-        self._drop(call.request_ids)
-        call.fail(type(error)(f"{call.description} at {self.address}: {text}"))
+        self._drop(request.call.request_ids)
+        request.call.fail(error.replaced(operation=request.call.description, address=self.address))
 
     def _drop(self, request_ids: range) -> list[Request]:
         """Remove the requests that are still open, cancel them at the service, and return them."""

@@ -9,11 +9,12 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from teacher.commands.arguments import add_auth_dir, add_command, port, positive, seconds
 from teacher.engines import EngineConfig, load_engine
 from teacher.engines.head_dtype import HEAD_DTYPES
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
 from teacher.proxy.admission import MAX_QUEUE_TOKENS
 from teacher.proxy.proxy import STALL_TIMEOUT_S, Proxy
 from teacher.proxy.proxy_sockets import MAX_IO_THREADS, SocketSettings, default_io_threads
@@ -190,11 +191,17 @@ def _end_with_parent(pid: int | None) -> None:
     if pid is None:
         return
     if sys.platform != "linux":
-        raise TeacherError(f"--end-with-parent needs Linux, this is {sys.platform}; leave it out")
+        raise TeacherSetupError(
+            f"--end-with-parent needs Linux, this is {sys.platform}",
+            options=("--end-with-parent",),
+            remedy="leave it out",
+        )
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != pid:
-        raise TeacherError(
-            f"--end-with-parent {pid}: the parent process is {os.getppid()}; pass the pid of a running parent"
+        raise TeacherSetupError(
+            f"--end-with-parent {pid}: the parent process is {os.getppid()}",
+            options=("--end-with-parent",),
+            remedy="pass the pid of a running parent",
         )
 
 
@@ -207,4 +214,9 @@ def _touch(path: str) -> None:
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(f"{os.getpid()}\n")
     except OSError as error:
-        raise TeacherError(f"--ready-file {path} cannot be written: {error.strerror or error}; name another") from None
+        raise TeacherSetupError(
+            f"--ready-file {path} cannot be written: {error.strerror or error}",
+            options=("--ready-file",),
+            path=Path(path),
+            remedy="name another",
+        ) from None

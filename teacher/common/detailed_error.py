@@ -37,9 +37,13 @@ class DetailedError(Exception):
 
     def __str__(self) -> str:
         """Return ``phase: worker: what; remedy``, a line for each of ``details``, and the folder of the diagnosis."""
-        text = ": ".join(part for part in (self.phase, self.worker, self.what) if part)
+        text = ": ".join(part for part in (*self._places(), self.what) if part)
         diagnosis = [f"diagnosis: {self.diagnosis}"] if self.diagnosis else []
         return "\n".join([f"{text}; {self.remedy}" if self.remedy else text, *self.details, *diagnosis])
+
+    def _places(self) -> tuple[str, ...]:
+        """Return the parts of the text before ``what``, from the outermost. Empty parts are left out."""
+        return self.phase, self.worker
 
     def __repr__(self) -> str:
         """Return the class and the rendered text."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from teacher.engines.base import EngineConfig, ScoringEngine
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
 
 __all__ = ["EngineConfig", "ScoringEngine", "load_engine"]
 
@@ -19,7 +19,9 @@ def load_engine(backend: str, config: EngineConfig) -> ScoringEngine:
         TeacherError: The backend is unknown, or the checkpoint cannot be used as configured.
     """
     if backend != "vllm":
-        raise TeacherError(f"BACKEND must be vllm, got {backend!r}; vllm is the only engine")
+        raise TeacherSetupError(
+            f"BACKEND must be vllm, got {backend!r}", options=("BACKEND",), remedy="vllm is the only engine"
+        )
     from teacher.engines.vllm_engine import VllmEngine  # importing vLLM takes seconds
 
     return VllmEngine(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from teacher.engines.eos import declared_eos_ids
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
 from teacher.weight_files import find_damaged_weights
 from teacher.wire.messages import LIMITS
 
@@ -37,36 +37,45 @@ class Checkpoint:
         """Check that tensor-parallel ranks can divide the attention heads. vLLM reports it much later.
 
         Raises:
-            TeacherError: ``tp_size`` does not divide their number.
+            TeacherSetupError: ``tp_size`` does not divide their number.
         """
         if self.n_heads % tp_size:
             sizes = [size for size in range(1, self.n_heads + 1) if self.n_heads % size == 0]
-            raise TeacherError(
-                f"TP_SIZE={tp_size} does not divide the model's {self.n_heads} attention heads; set TP_SIZE to one of "
-                f"{', '.join(map(str, sizes))}"
+            raise TeacherSetupError(
+                f"TP_SIZE={tp_size} does not divide the model's {self.n_heads} attention heads",
+                options=("TP_SIZE",),
+                remedy=f"set TP_SIZE to one of {', '.join(map(str, sizes))}",
             )
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path, option: str = "CKPT_PATH") -> Checkpoint:
     """Validate the files of a checkpoint and read its configuration. An engine reports the same errors much later.
 
+    Args:
+        folder: Folder of the checkpoint.
+        option: Name of the option or key with the folder, for errors.
+
     Raises:
-        TeacherError: ``folder`` is not a complete checkpoint in Hugging Face format.
+        TeacherSetupError: ``folder`` is not a complete checkpoint in Hugging Face format.
     """
     if not folder.is_dir():
-        raise TeacherError(f"CKPT_PATH={folder} is not a folder; {_WANTED}; download it with `hf download`")
-    config = _read_json(folder, "config.json")
+        what = f"{option}={folder} is not a folder, {_WANTED}"
+        raise TeacherSetupError(what, path=folder, options=(option,), remedy="download it with `hf download`")
+    config = _read_json(folder, "config.json", option)
     if config is None:
-        raise TeacherError(f"CKPT_PATH={folder} has no config.json; {_WANTED}")
+        what = f"{option}={folder} has no config.json, {_WANTED}"
+        raise TeacherSetupError(what, path=folder / "config.json", options=(option,))
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise TeacherError(f"CKPT_PATH={folder} has no weights (*.safetensors or *.bin); {_WANTED}")
+        what = f"{option}={folder} has no weights (*.safetensors or *.bin), {_WANTED}"
+        raise TeacherSetupError(what, path=folder, options=(option,))
     if (damage := find_damaged_weights(folder)) is not None:
-        raise TeacherError(f"CKPT_PATH={folder} cannot be served: {damage}")
+        what = f"{option}={folder} cannot be served: {damage.what}"
+        raise TeacherSetupError(what, path=damage.path, options=(option,), remedy=damage.remedy)
     # Composite models keep the language model's values one level down.
     text_config = config.get("text_config") or {}
     return Checkpoint(
-        _vocab_size(config.get("vocab_size") or text_config.get("vocab_size")),
-        _eos_token_ids(folder, config),
+        _vocab_size(config.get("vocab_size") or text_config.get("vocab_size"), folder, option),
+        _eos_token_ids(folder, config, option),
         n_heads=_first(int, config, text_config, "num_attention_heads", "n_head"),
         dtype=_first(str, config, text_config, "dtype", "torch_dtype"),
     )
@@ -78,34 +87,40 @@ def _first(kind: type[T], config: dict[str, Any], text_config: dict[str, Any], *
     return next((value for value in values if isinstance(value, kind)), kind())
 
 
-def _vocab_size(value: object) -> int:
+def _vocab_size(value: object, folder: Path, option: str) -> int:
     if not isinstance(value, int):
-        raise TeacherError(
-            f"the model's config.json has no vocab_size, got {value!r}; expected a causal language model"
+        raise TeacherSetupError(
+            f"the model's config.json has no vocab_size, got {value!r}, expected a causal language model",
+            path=folder / "config.json",
+            options=(option,),
         )
     return value
 
 
-def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, config: dict[str, Any], option: str) -> tuple[int, ...]:
     """Return the ids of the first file that declares any; ``generation_config.json`` precedes ``config.json``."""
-    generation_config = _read_json(folder, "generation_config.json") or {}
+    generation_config = _read_json(folder, "generation_config.json", option) or {}
     try:
         ids = next(declared_eos_ids(generation_config, config), [])
     except ValueError as error:
-        raise TeacherError(f"CKPT_PATH={folder} has {error} in generation_config.json or config.json") from None
+        what = f"{option}={folder} has {error} in generation_config.json or config.json"
+        raise TeacherSetupError(what, path=folder, options=(option,)) from None
     if len(ids) > LIMITS.eos_token_ids or any(token_id >= LIMITS.vocab_size for token_id in ids):
-        raise TeacherError(
-            f"CKPT_PATH={folder} has eos_token_id={ids}; expected a token id or a list of up to "
-            f"{LIMITS.eos_token_ids} in generation_config.json or config.json"
+        raise TeacherSetupError(
+            f"{option}={folder} has eos_token_id={ids}, expected a token id or a list of up to "
+            f"{LIMITS.eos_token_ids} in generation_config.json or config.json",
+            path=folder,
+            options=(option,),
         )
     return tuple(sorted(set(ids)))
 
 
-def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
+def _read_json(folder: Path, name: str, option: str) -> dict[str, Any] | None:
     """Return the content of a JSON file; None if there is no such file."""
     try:
         return dict(json.loads((folder / name).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
-        raise TeacherError(f"CKPT_PATH={folder} is no model: its {name} cannot be read ({error}); {_WANTED}") from None
+        what = f"{option}={folder} is no model: its {name} cannot be read ({error}), {_WANTED}"
+        raise TeacherSetupError(what, path=folder / name, options=(option,)) from None

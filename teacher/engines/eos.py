@@ -28,5 +28,5 @@ def declared_eos_ids(generation_config: Mapping[str, Any], config: Mapping[str, 
             continue
         ids = value if isinstance(value, list) else [value]
         if any(type(token_id) is not int or token_id < 0 for token_id in ids):
-            raise ValueError(f"eos_token_id={value!r}; expected a token id or a list of token ids")
+            raise ValueError(f"eos_token_id={value!r}, expected a token id or a list of token ids")
         yield ids

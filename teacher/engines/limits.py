@@ -22,26 +22,35 @@ def check_sequence(sequence: TeacherSequence, n_ids: int, info: ModelInfo, memor
     """
     if n_ids and not info.n_logprobs <= n_ids <= info.n_tokens:
         raise TeacherRequestError(
-            f"the request has {n_ids} ids with a probability; expected at least N_LOGPROBS={info.n_logprobs} and at "
-            f"most the {info.n_tokens} ids of the teacher; start it with a smaller N_LOGPROBS, or use another teacher"
+            f"the request has {n_ids} ids with a probability, expected at least N_LOGPROBS={info.n_logprobs} and at "
+            f"most the {info.n_tokens} ids of the teacher",
+            argument="n_ids",
+            options=("N_LOGPROBS",),
+            remedy="start it with a smaller N_LOGPROBS, or use another teacher",
         )
     ids = sequence.token_ids
     if len(ids) > info.max_model_len:
         raise TeacherRequestError(
-            f"{len(ids)} tokens, the teacher takes at most {info.max_model_len}; start it with a larger "
-            "MAX_MODEL_LEN, or shorten prompt and response"
+            f"{len(ids)} tokens, the teacher takes at most {info.max_model_len}",
+            argument="token_ids",
+            options=("MAX_MODEL_LEN",),
+            remedy="start it with a larger MAX_MODEL_LEN, or shorten prompt and response",
         )
     n_allowed = n_ids or info.n_tokens
     if ids.min() < 0 or ids.max() >= n_allowed:
         bad = ids[(ids < 0) | (ids >= n_allowed)]
         vocabulary = "the vocabulary of the request" if n_ids else "the teacher's vocabulary"
         raise TeacherRequestError(
-            f"token id {bad[0]} is outside {vocabulary} of {n_allowed}; student and teacher must share one tokenizer"
+            f"token id {bad[0]} is outside {vocabulary} of {n_allowed}: student and teacher must share one tokenizer",
+            argument="token_ids",
         )
     if (n_bytes := memory.bytes_of(sequence)) > memory.max_bytes:
         raise TeacherRequestError(
             f"the result of {len(ids)} tokens, {len(ids) - sequence.prompt_len} of them scored, takes "
             f"{n_bytes / 2**20:.1f} MiB of the teacher's memory with N_LOGPROBS={info.n_logprobs}, the limit is "
-            f"MAX_RESULT_MIB={memory.max_bytes >> 20}; shorten prompt or response, or start the teacher with a smaller "
-            "N_LOGPROBS or a larger MAX_RESULT_MIB (a request's top_k does not change the engine's work)"
+            f"MAX_RESULT_MIB={memory.max_bytes >> 20}",
+            argument="token_ids",
+            options=("N_LOGPROBS", "MAX_RESULT_MIB"),
+            remedy="shorten prompt or response, or start the teacher with a smaller N_LOGPROBS or a larger "
+            "MAX_RESULT_MIB (a request's top_k does not change the engine's work)",
         )

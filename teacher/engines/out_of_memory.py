@@ -1,4 +1,4 @@
-"""Message about a lack of memory in a worker: phase, memory in use, options of the service to change.
+"""Error of a worker without memory: phase, memory in use, options of the service to change.
 
 torch is only used if the process has imported it already.
 """
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from teacher.errors import TeacherError
+from teacher.errors import TeacherOutOfMemory
 
 Phase = Literal["start", "engine step", "sleep", "wake-up"]
 
@@ -61,18 +61,18 @@ def out_of_memory_explained(phase: Phase, sizes: Mapping[str, int]) -> Iterator[
         sizes: Sizes in bytes of its largest allocations by name, as far as they are known.
 
     Raises:
-        TeacherError: A device or the host has no memory left.
+        TeacherOutOfMemory: A device or the host has no memory left.
     """
     try:
         yield
     except Exception as error:
         if (cause := find_out_of_memory(error)) is None:  # an error of the service may have it as its cause
             raise
-        raise TeacherError(explain(cause, phase, sizes)) from error
+        raise explain(cause, phase, sizes) from error
 
 
-def explain(cause: BaseException, phase: Phase, sizes: Mapping[str, int]) -> str:
-    """Return the message about a lack of memory.
+def explain(cause: BaseException, phase: Phase, sizes: Mapping[str, int]) -> TeacherOutOfMemory:
+    """Return the error of the service.
 
     Args:
         cause: Error of ``find_out_of_memory``.
@@ -82,13 +82,17 @@ def explain(cause: BaseException, phase: Phase, sizes: Mapping[str, int]) -> str
     text = " ".join(str(cause).split())[:_MAX_ERROR_CHARS].rstrip(".")
     known = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(sizes.items(), key=lambda item: -item[1]))
     parts = [
-        f"{phase}: out of memory ({type(cause).__name__}: {text})",
+        f"out of memory ({type(cause).__name__}: {text})",
         *_cuda_memory(),
         _host_memory(),
         f"largest allocations: {known}" if known else "",
-        f"to need less: {ADVICE[phase]}",
     ]
-    return "; ".join(part for part in parts if part)
+    return TeacherOutOfMemory(
+        "; ".join(part for part in parts if part),
+        phase=phase,
+        sizes=dict(sizes),
+        remedy=f"to need less: {ADVICE[phase]}",
+    )
 
 
 def _cuda_memory() -> list[str]:

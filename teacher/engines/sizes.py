@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
 from teacher.records import TeacherSequence
 
 ModelRunner = Literal["cpu", "cuda_v1", "cuda_v2"]
@@ -95,7 +95,7 @@ class StepMemory:
             n_logprobs: Log-probabilities per position.
 
         Raises:
-            TeacherError: The memory holds fewer than 8 rows.
+            TeacherSetupError: The memory holds fewer than 8 rows.
         """
         if self.runner == "cuda_v2":
             return self._step_in_chunks(logits_mib, vocab_size, n_logprobs)
@@ -127,10 +127,12 @@ class StepMemory:
 def _check_rows(rows: int, bytes_per_row: float, request: tuple[int, int, int]) -> None:
     if rows < _MIN_ROWS:
         logits_mib, vocab_size, n_logprobs = request
-        raise TeacherError(
+        minimum = -int(-_MIN_ROWS * bytes_per_row // 2**20)
+        raise TeacherSetupError(
             f"LOGITS_MIB={logits_mib} holds {rows} rows of logits over a vocabulary of {vocab_size} with "
-            f"N_LOGPROBS={n_logprobs}, a step needs at least {_MIN_ROWS}; "
-            f"set LOGITS_MIB={-int(-_MIN_ROWS * bytes_per_row // 2**20)} or more (1024 is usual)"
+            f"N_LOGPROBS={n_logprobs}, a step needs at least {_MIN_ROWS}",
+            options=("LOGITS_MIB",),
+            remedy=f"set LOGITS_MIB={minimum} or more (1024 is usual)",
         )
 
 

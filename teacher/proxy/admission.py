@@ -13,7 +13,19 @@ OVERFILL_FACTOR = 2
 
 
 class QueueFull(Exception):
-    """The queue has no room for a request. The client is to send it again later."""
+    """The queue has no room for a request. The client is to send it again later.
+
+    Attributes:
+        n_requests: Number of waiting requests.
+        n_tokens: Their tokens.
+    """
+
+    def __init__(self, n_requests: int, n_tokens: int) -> None:
+        super().__init__(n_requests, n_tokens)
+        self.n_requests, self.n_tokens = n_requests, n_tokens
+
+    def __str__(self) -> str:
+        return f"{self.n_requests} requests with {self.n_tokens} tokens wait already"
 
 
 @dataclass(frozen=True)
@@ -44,4 +56,4 @@ class QueueLimits:
             (queue.n_jobs + 1, queue.jobs_of(client) + 1, self.max_requests),
         ):
             if total > OVERFILL_FACTOR * limit or (total > limit and used > limit // queue.n_clients):
-                raise QueueFull(f"{queue.n_jobs} requests with {queue.n_tokens} tokens wait already")
+                raise QueueFull(queue.n_jobs, queue.n_tokens)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import KeysView
 
-from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, TeacherUnavailable
+from teacher.errors import TeacherError, TeacherProtocolError, TeacherTimeout, TeacherWithoutWorker
 from teacher.proxy.admission import QueueFull
 from teacher.proxy.dispatch import Dispatcher
 from teacher.proxy.drain import DRAIN_REASON, Drain
 from teacher.proxy.jobs import Job, RegisteredWorker, RequestKey
 from teacher.proxy.outbox import Outbox
 from teacher.proxy.proxy_sockets import ProxySockets, send_to_peer
-from teacher.proxy.sleep_control import ASLEEP, SleepControl
+from teacher.proxy.sleep_control import SleepControl, asleep_error
 from teacher.proxy.status_tracker import StatusTracker
 from teacher.records import TeacherInfo
 from teacher.wire import protocol
@@ -77,7 +77,9 @@ class ClientSide:
                 self.reply(client, protocol.encode_status(message.request_id, self._tracker.latest))
             case _:
                 raise TeacherProtocolError(
-                    f"a client cannot send {type(message).__name__}; if it is a worker, set it to the worker port"
+                    f"a client cannot send {type(message).__name__}",
+                    entry="kind",
+                    remedy="if it is a worker, set it to the worker port",
                 )
 
     def on_invalid_message(self, client: bytes, request_id: int, error: TeacherProtocolError) -> None:
@@ -89,7 +91,7 @@ class ClientSide:
             self._retry_later(key, DRAIN_REASON)
             return
         if self._sleep.refuses_requests and not self._dispatcher.is_open(key):
-            self.reply_error(key, TeacherUnavailable(ASLEEP))
+            self.reply_error(key, asleep_error())
             return
         try:
             self._dispatcher.add_job(key, frames, message.n_tokens, now + message.timeout_s, now)
@@ -183,7 +185,7 @@ class ClientSide:
     def refuse_waiting(self) -> None:
         """Fail all requests that no worker has, because the service sleeps."""
         for job in self._dispatcher.drop_waiting():
-            self.reply_error(job.key, TeacherUnavailable(ASLEEP))
+            self.reply_error(job.key, asleep_error())
 
     def return_waiting(self) -> None:
         """Return all requests that no worker has, and all hellos, to their clients."""
@@ -225,18 +227,23 @@ def _deadline_error(dispatcher: Dispatcher, worker: RegisteredWorker | None) -> 
     """Return the error of a request whose deadline passed at a worker, or in the queue."""
     if worker is not None:
         return TeacherTimeout(
-            f"worker {worker.name} had the request but did not finish it in time; it may be slow (raise the "
-            f"timeout, add workers) or its engine may hang: {DIAGNOSIS_HINT}"
+            "had the request but did not finish it in time: it may be slow, or its engine may hang",
+            worker=f"worker {worker.name}",
+            workers=(worker.name,),
+            stage="scoring",
+            remedy=f"raise the timeout, add workers, or {DIAGNOSIS_HINT}",
         )
     if n_workers := len(dispatcher.workers):
         return TeacherTimeout(
-            f"all {n_workers} workers were busy until the deadline; add workers, or raise the timeout"
+            f"all {n_workers} workers were busy until the deadline",
+            stage="queued",
+            remedy="add workers, or raise the timeout",
         )
     return _no_worker_error(dispatcher)
 
 
-def _no_worker_error(dispatcher: Dispatcher) -> TeacherUnavailable:
-    return TeacherUnavailable(
-        f"the proxy has no worker (last removal: {dispatcher.last_removal}); look at the worker's log, or add one with "
-        "teacher/join_server.sh"
+def _no_worker_error(dispatcher: Dispatcher) -> TeacherWithoutWorker:
+    return TeacherWithoutWorker(
+        f"the proxy has no worker (last removal: {dispatcher.last_removal})",
+        remedy="look at the worker's log, or add one with teacher/join_server.sh",
     )

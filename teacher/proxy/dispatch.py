@@ -86,9 +86,11 @@ class Dispatcher:
         """
         if self.info is not None and worker.info != self.info:
             raise TeacherRequestError(
-                f"this service serves another model than the new worker:\n{_differences(self.info, worker.info)}\n"
-                "Start the worker with the same CKPT_PATH, N_LOGPROBS, MAX_MODEL_LEN and DTYPE (and MODEL_NAME, if the "
-                "folders have different names)"
+                "this service serves another model than the new worker",
+                options=("CKPT_PATH", "N_LOGPROBS", "MAX_MODEL_LEN", "DTYPE", "MODEL_NAME"),
+                remedy="start the worker with the same CKPT_PATH, N_LOGPROBS, MAX_MODEL_LEN and DTYPE (and MODEL_NAME, "
+                "if the folders have different names)",
+                details=_differences(self.info, worker.info),
             )
         self.workers[worker.identity] = worker
 
@@ -109,7 +111,10 @@ class Dispatcher:
             job.n_losses += not signed_off
             if job.n_losses >= MAX_LOSSES:
                 self._open.close(job)
-                error = TeacherRequestError(f"{job.n_losses} workers were lost with this request; last: {reason}")
+                error = TeacherRequestError(
+                    f"{job.n_losses} workers were lost with this request; last: {reason}",
+                    n_losses=job.n_losses,
+                )
                 removed.rejected.append((job, error))
                 continue
             removed.requeued.append(job)
@@ -201,12 +206,12 @@ class Dispatcher:
         return next((worker for worker in self.workers.values() if worker.remove(job.job_id) is not None), None)
 
 
-def _differences(service: ModelInfo, worker: ModelInfo) -> str:
-    """Return a table of the fields that differ: name, value of the service, value of the worker."""
+def _differences(service: ModelInfo, worker: ModelInfo) -> tuple[str, ...]:
+    """Return the lines of a table of the fields that differ: name, value of the service, value of the worker."""
     rows = [("", "service", "new worker")]
     for (name, value), other in zip(service.shown().items(), worker.shown().values(), strict=True):
         if value != other:
             rows.append((name, value, other))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return tuple(line.rstrip() for line in lines)

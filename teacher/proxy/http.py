@@ -33,7 +33,7 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.exposition import choose_encoder
 
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
 from teacher.proxy.metrics import StatusCollector, StatusSource
 from teacher.status import ServiceStatus
 
@@ -71,14 +71,17 @@ class HttpServer:
             request_timeout_s: Time after which a connection is closed, in seconds.
 
         Raises:
-            TeacherError: The address cannot be bound.
+            TeacherSetupError: The address cannot be bound.
         """
         try:
             self._server = _BoundedServer(bind, port, request_timeout_s)
         except (OSError, OverflowError) as error:
-            raise TeacherError(
-                f"cannot listen on {bind}:{port} for /healthz and /metrics: {error}; choose another port with "
-                "--http-port (HTTP_PORT; 0 for a free one, -1 for none), or correct --http-bind (HTTP_BIND)"
+            raise TeacherSetupError(
+                f"cannot listen on {bind}:{port} for /healthz and /metrics: {error}",
+                address=f"http://{bind}:{port}",
+                options=("--http-port", "--http-bind"),
+                remedy="choose another port with --http-port (HTTP_PORT; 0 for a free one, -1 for none), or correct "
+                "--http-bind (HTTP_BIND)",
             ) from None
         self._server.set_app(make_app(source))
         self.port = int(self._server.server_address[1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from teacher.errors import TeacherError
+from teacher.errors import TeacherError, TeacherSetupError
 from teacher.proxy.curve_authenticator import CurveAuthenticator
 from teacher.wire.auth import ServerKeys, check_bind
 from teacher.wire.frames import Frame
@@ -66,7 +66,7 @@ class ProxySockets:
             settings: Security and threads.
 
         Raises:
-            TeacherError: An address cannot be bound, or must not be bound without keys.
+            TeacherSetupError: An address cannot be bound, or must not be bound without keys.
         """
         keys = settings.keys
         check_bind(bind, keys, trusted_network=settings.trusted_network)
@@ -114,12 +114,17 @@ def _bind(socket: zmq.Socket, bind: str, port: int) -> int:
         address = "127.0.0.1" if bind == "localhost" else bind  # libzmq accepts addresses and interfaces, but no names
         socket.bind(f"tcp://{address}:{port or '*'}")
     except zmq.ZMQError as error:
-        another = "choose another with PROXY_FRONTEND_PORT / PROXY_BACKEND_PORT"
-        hint = {
-            errno.EADDRINUSE: f"stop the process that uses the port (teacher/stop_server.sh), or {another}",
-            errno.EACCES: f"only root may listen on this port; {another}",
-        }.get(error.errno or 0, "correct --bind (BIND): expected an address or interface of this machine")
-        raise TeacherError(f"cannot listen on {bind}:{port}: {error.strerror}; {hint}") from None
+        what = f"cannot listen on {bind}:{port}: {error.strerror}"
+        options: tuple[str, ...] = ("--frontend-port", "--backend-port")
+        remedy = "choose another with PROXY_FRONTEND_PORT / PROXY_BACKEND_PORT"
+        if error.errno == errno.EADDRINUSE:
+            remedy = f"stop the process that uses the port (teacher/stop_server.sh), or {remedy}"
+        elif error.errno == errno.EACCES:
+            what += ", only root may listen on this port"
+        else:
+            what += ", expected an address or interface of this machine"
+            options, remedy = ("--bind",), "correct --bind (BIND)"
+        raise TeacherSetupError(what, address=f"tcp://{bind}:{port}", options=options, remedy=remedy) from None
     return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
 

@@ -22,7 +22,7 @@ Decisions:
 
 - **No request is lost.** Score requests of all clients that are open when a sleep request arrives are finished first.
   If that takes longer than the sleep request's time limit, it fails and the service continues to serve.
-- **Requests to a sleeping service fail at once** with ``TeacherUnavailable`` (``ASLEEP``), so that nothing waits for a
+- **Requests to a sleeping service fail at once** with ``TeacherAsleep``, so that nothing waits for a
   wake-up that may never come. A service that wakes up accepts requests. Each worker gets them as soon as it is awake.
 - **A worker that joins a sleeping service** sleeps before it gets a request. One without sleep mode is refused.
 - **A restarted proxy** has no state. If a worker registers asleep before the first request of a client to sleep or
@@ -34,21 +34,37 @@ Decisions:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from teacher.errors import TeacherError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
+from teacher.errors import (
+    TeacherAsleep,
+    TeacherError,
+    TeacherRequestError,
+    TeacherTimeout,
+    TeacherUnavailable,
+    TeacherWithoutWorker,
+)
 from teacher.proxy.dispatch import Dispatcher
 from teacher.proxy.jobs import RegisteredWorker, RequestKey, StateChange
 from teacher.wire.messages import AsleepSet, SetAsleep
 
-ASLEEP = (
-    "the teacher sleeps: its workers have released their devices. Wake it with `python -m teacher wake`, or wait for "
-    "the training that uses it with actor_rollout_ref.teacher.sleep_between_batches=true"
-)
 UNREQUESTED_TIMEOUT_S = 600.0
 """Time limit of a worker that joins, to take the state of the service, in seconds."""
+
+
+_SLEEP_OPTIONS = ("--sleep-mode",)
+
+
+def asleep_error() -> TeacherAsleep:
+    """Return the error of a score request to a service that sleeps."""
+    return TeacherAsleep(
+        "the teacher sleeps: its workers have released their devices",
+        options=("actor_rollout_ref.teacher.sleep_between_batches",),
+        remedy="wake it with `python -m teacher wake`, or wait for the training that uses it with "
+        "actor_rollout_ref.teacher.sleep_between_batches=true",
+    )
 
 
 class StateCommand(NamedTuple):
@@ -72,13 +88,13 @@ class _Waiter:
     Attributes:
         asleep: Requested state.
         deadline: Time at which it expires.
-        failures: Workers that were lost while they changed their state, with the reasons.
+        failures: Workers that were lost while they changed their state: name -> reason.
         error: Error that ends it.
     """
 
     asleep: bool
     deadline: float
-    failures: list[str] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
     error: TeacherError | None = None
 
 
@@ -125,7 +141,10 @@ class SleepControl:
         incapable = [worker.name for worker in self._dispatcher.workers.values() if not worker.has_sleep_mode]
         if message.asleep and incapable:
             raise TeacherRequestError(
-                f"workers without sleep mode: {', '.join(incapable)}; start them with SLEEP_MODE=1 (--sleep-mode)"
+                f"workers without sleep mode: {', '.join(incapable)}",
+                workers=tuple(incapable),
+                options=_SLEEP_OPTIONS,
+                remedy="start them with SLEEP_MODE=1 (--sleep-mode)",
             )
         self._was_requested = True
         self._waiters[key] = _Waiter(message.asleep, now + message.timeout_s)
@@ -156,8 +175,9 @@ class SleepControl:
         """
         if self._asleep and not worker.has_sleep_mode:
             raise TeacherRequestError(
-                "the service sleeps, and this worker would occupy its devices; start it with SLEEP_MODE=1 "
-                "(--sleep-mode), or wake the service first (python -m teacher wake)"
+                "the service sleeps, and this worker would occupy its devices",
+                options=_SLEEP_OPTIONS,
+                remedy="start it with SLEEP_MODE=1 (--sleep-mode), or wake the service first (python -m teacher wake)",
             )
 
     def adopt_state_of(self, worker: RegisteredWorker) -> bool:
@@ -181,7 +201,7 @@ class SleepControl:
         if worker.change is not None:
             for waiter in self._waiters.values():
                 if waiter.asleep == worker.change.asleep:
-                    waiter.failures.append(f"worker {worker.name} {reason}")
+                    waiter.failures[worker.name] = reason
 
     # --- periodic ---
 
@@ -219,7 +239,8 @@ class SleepControl:
         if self._is_complete() and (waiter.asleep or n_workers or waiter.failures):
             if waiter.failures:
                 return TeacherUnavailable(
-                    f"{len(waiter.failures)} workers did not {verb}: {'; '.join(waiter.failures)}"
+                    f"{len(waiter.failures)} workers did not {verb}: {_listed(waiter.failures)}",
+                    workers=tuple(waiter.failures),
                 )
             return AsleepSet(key.request_id, waiter.asleep, n_workers)
         return self._deadline_error(waiter, verb) if waiter.deadline <= now else None
@@ -237,16 +258,24 @@ class SleepControl:
             jobs = self._dispatcher.open_jobs
             return TeacherTimeout(
                 f"{len(jobs)} requests of {len({job.key.client for job in jobs})} clients were not finished before the "
-                "deadline, so the service stays awake; raise the timeout, or stop the other clients"
+                "deadline, so the service stays awake",
+                stage="finishing",
+                remedy="raise the timeout, or stop the other clients",
             )
         late = [worker.name for worker in self._dispatcher.workers.values() if worker.change is not None]
         if not late:
-            return TeacherUnavailable(
-                f"the proxy has no worker to wake up (last removal: {self._dispatcher.last_removal}); add one with "
-                "teacher/join_server.sh"
+            return TeacherWithoutWorker(
+                f"the proxy has no worker to wake up (last removal: {self._dispatcher.last_removal})",
+                remedy="add one with teacher/join_server.sh",
             )
-        failures = "".join(f"; {failure}" for failure in waiter.failures)
+        failures = f"; {_listed(waiter.failures)}" if waiter.failures else ""
         return TeacherTimeout(
-            f"workers did not {verb} before the deadline: {', '.join(late)}{failures}; raise the timeout, or see their "
-            "logs"
+            f"workers did not {verb} before the deadline: {', '.join(late)}{failures}",
+            stage="changing",
+            workers=(*late, *waiter.failures),
+            remedy="raise the timeout, or see their logs",
         )
+
+
+def _listed(failures: Mapping[str, str]) -> str:
+    return "; ".join(f"worker {name} {reason}" for name, reason in failures.items())

@@ -73,7 +73,9 @@ class WorkerSide:
             self.remove(identity, f"left: {message.reason}", signed_off=not message.broken)
         elif not isinstance(message, ScoreReply | Failure | Heartbeat | AsleepSet):
             raise TeacherProtocolError(
-                f"a worker cannot send {type(message).__name__}; if it is a client, set it to the proxy's client port"
+                f"a worker cannot send {type(message).__name__}",
+                entry="kind",
+                remedy="if it is a client, set it to the proxy's client port",
             )
         elif identity not in self._dispatcher.workers:
             self._request_registration(identity, now)

@@ -26,13 +26,14 @@ import zmq
 from zmq.auth import load_certificate
 from zmq.utils import z85
 
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
 
 DEFAULT_CLIENT = "default"
 ZAP_DOMAIN = b"teacher"
 _KEY_CHARS = 40
 _MAKE_HINT = "make keys with `python -m teacher keys --auth-dir DIR`"
-_COPY_HINT = "--auth-dir (AUTH_DIR) is the folder DIR that `python -m teacher keys` made, or a copy of its clients/NAME"
+_COPY_HINT = "set --auth-dir (AUTH_DIR) to the folder DIR of `python -m teacher keys`, or to a copy of its clients/NAME"
+_AUTH_OPTIONS = ("--auth-dir",)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def server_keys(auth_dir: str | Path | None) -> ServerKeys | None:
         The keys, None for a service without keys.
 
     Raises:
-        TeacherError: A file is missing or damaged, or other users can access it.
+        TeacherSetupError: A file is missing or damaged, or other users can access it.
     """
     return _read_keys(auth_dir, _read_server_keys)
 
@@ -118,27 +119,41 @@ def _read_keys(auth_dir: str | Path | None, read: Callable[[Path], _KeysT]) -> _
     folder = Path(auth_dir).absolute()
     try:
         if not folder.is_dir():
-            raise TeacherError(f"the folder of keys {folder} does not exist or is no folder; {_COPY_HINT}")
+            raise TeacherSetupError(
+                f"the folder of keys {folder} does not exist or is no folder",
+                path=folder,
+                remedy=_COPY_HINT,
+                options=_AUTH_OPTIONS,
+            )
         return read(folder)
     except OSError as error:
-        raise TeacherError(
-            f"the keys in {error.filename} cannot be read by user id {os.getuid()}: {error.strerror}; run this "
-            "as the user who made them, or make a copy for this user"
+        raise TeacherSetupError(
+            f"the keys in {error.filename} cannot be read by user id {os.getuid()}: {error.strerror}",
+            path=Path(error.filename or folder),
+            remedy="run this as the user who made them, or make a copy for this user",
+            options=_AUTH_OPTIONS,
         ) from None
 
 
 def _read_server_keys(folder: Path) -> ServerKeys:
-    public, secret = _read_pair(folder / "server.key_secret", f"a server; {_MAKE_HINT}")
+    public, secret = _read_pair(folder / "server.key_secret", "a server", _MAKE_HINT)
     allowed_dir = folder / "allowed"
     if not allowed_dir.is_dir():
-        raise TeacherError(f"{allowed_dir} is missing: expected a folder of the clients' public keys; {_MAKE_HINT}")
+        raise TeacherSetupError(
+            f"{allowed_dir} is missing: expected a folder of the clients' public keys",
+            path=allowed_dir,
+            remedy=_MAKE_HINT,
+            options=_AUTH_OPTIONS,
+        )
     for path in (folder, allowed_dir):
         _refuse_other_users(path, 0o022, "written", "go-w")
     allowed = tuple(_read(path)[0] for path in sorted(allowed_dir.glob("*.key")))
     if not allowed:
-        raise TeacherError(
-            f"{allowed_dir} has no NAME.key, so no client could connect; add a client with `python -m teacher keys "
-            f"--auth-dir {folder} --client NAME`"
+        raise TeacherSetupError(
+            f"{allowed_dir} has no NAME.key, so no client could connect",
+            path=allowed_dir,
+            remedy=f"add a client with `python -m teacher keys --auth-dir {folder} --client NAME`",
+            options=_AUTH_OPTIONS,
         )
     return ServerKeys(public, secret, allowed, allowed_dir)
 
@@ -147,7 +162,7 @@ def _read_client_keys(auth_dir: Path) -> ClientKeys:
     folder = auth_dir
     if not (folder / "client.key_secret").exists() and (default := folder / "clients" / DEFAULT_CLIENT).is_dir():
         folder = default
-    public, secret = _read_pair(folder / "client.key_secret", f"a client; {_COPY_HINT}")
+    public, secret = _read_pair(folder / "client.key_secret", "a client", _COPY_HINT)
     return ClientKeys(_read(folder / "server.key")[0], public, secret, str(auth_dir))
 
 
@@ -156,26 +171,35 @@ def allowed_keys(folder: Path) -> dict[bytes, str]:
     found = {}
     with suppress(OSError):
         for path in folder.glob("*.key"):
-            with suppress(TeacherError):  # the file may be half copied; its client is refused, and that is logged
+            with suppress(TeacherSetupError):  # the file may be half copied; its client is refused, and that is logged
                 found[_read(path)[0]] = path.stem
     return found
 
 
-def _read_pair(path: Path, owner: str) -> tuple[bytes, bytes]:
+def _read_pair(path: Path, owner: str, remedy: str) -> tuple[bytes, bytes]:
     """Return the public and the secret key of a secret key file."""
     if not path.exists():
-        raise TeacherError(f"{path} is missing: expected the secret key of {owner}")
+        raise TeacherSetupError(
+            f"{path} is missing: expected the secret key of {owner}", path=path, remedy=remedy, options=_AUTH_OPTIONS
+        )
     _refuse_other_users(path, 0o077, "read", "go=")
     public, secret = _read(path)
     if secret is None or zmq.curve_public(secret) != public:
-        raise TeacherError(f"{path} is damaged: expected a public key and its secret key; restore it or make new keys")
+        raise TeacherSetupError(
+            f"{path} is damaged: expected a public key and its secret key",
+            path=path,
+            remedy="restore it or make new keys",
+            options=_AUTH_OPTIONS,
+        )
     return public, secret
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
     """Return the public key of a key file, and the secret key if the file has one."""
     if not path.exists():
-        raise TeacherError(f"{path} is missing: expected a public key; {_COPY_HINT}")
+        raise TeacherSetupError(
+            f"{path} is missing: expected a public key", path=path, remedy=_COPY_HINT, options=_AUTH_OPTIONS
+        )
     try:
         public, secret = load_certificate(path)
         for key in (public, secret or public):
@@ -183,18 +207,23 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
                 raise ValueError(f"a key has {_KEY_CHARS} characters, got {len(key)}")
             z85.decode(key)
     except (OSError, ValueError, KeyError, ArithmeticError, IndexError) as error:
-        raise TeacherError(
-            f"{path} is damaged or cannot be read: expected a CURVE key file, got {error!r:.120}; restore it or make "
-            "new keys"
+        raise TeacherSetupError(
+            f"{path} is damaged or cannot be read: expected a CURVE key file, got {error!r:.120}",
+            path=path,
+            remedy="restore it or make new keys",
+            options=_AUTH_OPTIONS,
         ) from None
     return public, secret
 
 
 def _refuse_other_users(path: Path, mode_bits: int, verb: str, chmod_mode: str) -> None:
     if (mode := path.stat().st_mode & 0o777) & mode_bits:
-        raise TeacherError(
-            f"{path} can be {verb} by other users (mode {mode:03o}), who could then grant access to the service; "
-            f"expected access for its owner only: chmod {chmod_mode} {path}"
+        raise TeacherSetupError(
+            f"{path} can be {verb} by other users (mode {mode:03o}), who could then grant access to the service, "
+            "expected access for its owner only",
+            path=path,
+            remedy=f"run chmod {chmod_mode} {path}",
+            options=_AUTH_OPTIONS,
         )
 
 
@@ -202,12 +231,14 @@ def require_curve() -> None:
     """Check that libzmq was built with CURVE.
 
     Raises:
-        TeacherError: It was not.
+        TeacherSetupError: It was not.
     """
     if not zmq.has("curve"):
-        raise TeacherError(
-            "the libzmq of this Python was built without CURVE, so keys cannot be used; install a wheel of pyzmq from "
-            "PyPI (pip install --force-reinstall pyzmq), or omit --auth-dir on a loopback address"
+        raise TeacherSetupError(
+            "the libzmq of this Python was built without CURVE, so keys cannot be used",
+            remedy="install a wheel of pyzmq from PyPI (pip install --force-reinstall pyzmq), or omit --auth-dir on a "
+            "loopback address",
+            options=_AUTH_OPTIONS,
         )
 
 
@@ -223,22 +254,32 @@ def check_bind(bind: str, keys: ServerKeys | None, *, trusted_network: bool = Fa
         trusted_network: True to allow plain connections on any address.
 
     Raises:
-        TeacherError: Other machines could reach the address and there are no keys, or it is an IPv6 address, or there
-            are keys in spite of ``trusted_network``.
+        TeacherSetupError: Other machines could reach the address and there are no keys, or it is an IPv6 address, or
+            there are keys in spite of ``trusted_network``.
     """
     if keys is not None and trusted_network:
-        raise TeacherError("--trusted-network allows connections without keys, but --auth-dir is set; omit one of them")
+        raise TeacherSetupError(
+            "--trusted-network allows connections without keys, but --auth-dir is set",
+            options=("--trusted-network", *_AUTH_OPTIONS),
+            remedy="omit one of them",
+        )
     if ":" in bind:
-        raise TeacherError(f"--bind {bind}: expected an IPv4 address or a name, such as 127.0.0.1 or 10.0.0.1")
+        raise TeacherSetupError(
+            f"--bind {bind}: expected an IPv4 address or a name, such as 127.0.0.1 or 10.0.0.1", options=("--bind",)
+        )
     if keys is None and not trusted_network and not is_loopback(bind):
-        raise TeacherError(
+        raise TeacherSetupError(
             f"--bind {bind} can be reached from other machines. Without keys, everyone who reaches it could use, read "
-            "and disturb this service. Make keys once and start with them:\n"
-            "  python -m teacher keys --auth-dir DIR\n"
-            f"  AUTH_DIR=DIR BIND={bind} teacher/start_server.sh ...\n"
-            "Or serve this machine only: --bind 127.0.0.1\n"
-            "Or, if only machines that you trust can reach this network, allow plain connections: --trusted-network "
-            "(TRUSTED_NETWORK=1)"
+            "and disturb this service",
+            options=("--bind", *_AUTH_OPTIONS, "--trusted-network"),
+            remedy="make keys once and start with them:",
+            details=(
+                "  python -m teacher keys --auth-dir DIR",
+                f"  AUTH_DIR=DIR BIND={bind} teacher/start_server.sh ...",
+                "Or serve this machine only: --bind 127.0.0.1",
+                "Or, if only machines that you trust can reach this network, allow plain connections: "
+                "--trusted-network (TRUSTED_NETWORK=1)",
+            ),
         )
 
 

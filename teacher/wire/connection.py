@@ -24,7 +24,7 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError, TeacherUnreachable
 from teacher.wire import auth
 from teacher.wire.frames import Frame
 from teacher.wire.messages import LIMITS
@@ -55,7 +55,7 @@ class PeerRole:
         max_frame_bytes: Largest frame that it accepts.
         heartbeat: Heartbeat settings.
         keeps_identity: True if it keeps its identity after a lost connection. The proxy then recognizes its requests.
-        address_hint: Advice for a malformed address.
+        address_options: Names of the settings with the address.
         start_hint: Advice if there is no proxy at the address.
         auth_dir_name: Name of the setting with the folder of keys, for messages.
     """
@@ -63,7 +63,7 @@ class PeerRole:
     max_frame_bytes: int
     heartbeat: HeartbeatSettings
     keeps_identity: bool
-    address_hint: str
+    address_options: tuple[str, ...]
     start_hint: str
     auth_dir_name: str = "auth_dir"
 
@@ -72,12 +72,12 @@ CLIENT = PeerRole(
     max_frame_bytes=LIMITS.reply_frame_bytes,
     heartbeat=CLIENT_HEARTBEAT,
     keeps_identity=True,
-    address_hint="expected a host name or IP and a port, see actor_rollout_ref.teacher.server_ip/server_port",
+    address_options=("actor_rollout_ref.teacher.server_ip", "actor_rollout_ref.teacher.server_port"),
     start_hint=START_HINT,
 )
 COMMAND = replace(
     CLIENT,
-    address_hint="expected a host name or IP and a port, see --server-ip and --port",
+    address_options=("--server-ip", "--port"),
     start_hint=(
         "start it with teacher/start_server.sh, or set --server-ip and --port (PROXY_FRONTEND_PORT) to where it runs"
     ),
@@ -88,7 +88,7 @@ WORKER = PeerRole(
     max_frame_bytes=LIMITS.request_frame_bytes,
     heartbeat=WORKER_HEARTBEAT,
     keeps_identity=False,
-    address_hint="expected a host name or IP and a port, see SERVER_IP and PROXY_BACKEND_PORT",
+    address_options=("SERVER_IP", "PROXY_BACKEND_PORT"),
     start_hint="start it with teacher/start_server.sh, or set SERVER_IP / PROXY_BACKEND_PORT to where it runs",
 )
 
@@ -124,15 +124,16 @@ class Connection:
             auth_dir: Folder of keys, or the keys; None for a service without keys.
 
         Raises:
-            TeacherError: The address is malformed, or keys are missing.
+            TeacherSetupError: The address is malformed, or keys are missing.
         """
         self.address = f"tcp://{server_ip}:{server_port}"
         self.is_up = False
         self._role = role
-        self._refusal, self._refused_at = "", 0.0
+        self._refusal: TeacherUnreachable | None = None
+        self._refused_at = 0.0
         self.reconnect_at: float | None = None
         if not 1 <= server_port <= 65535:  # ZeroMQ accepts every number and then never connects
-            raise TeacherError(f"cannot connect to {self.address}: a port is 1 to 65535; {role.address_hint}")
+            raise self._address_error("a port is 1 to 65535")
         keys = auth.client_keys(auth_dir)
         self._auth_dir = None if keys is None else keys.folder
         self._context = zmq.Context()
@@ -151,7 +152,16 @@ class Connection:
             self.socket.connect(self.address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise TeacherError(f"cannot connect to {self.address}: {error}; {role.address_hint}") from None
+            raise self._address_error(str(error)) from None
+
+    def _address_error(self, reason: str) -> TeacherSetupError:
+        options = self._role.address_options
+        return TeacherSetupError(
+            f"cannot connect to {self.address}: {reason}, expected a host name or IP and a port",
+            address=self.address,
+            options=options,
+            remedy=f"correct {' or '.join(options)}",
+        )
 
     def send(self, frames: list[Frame]) -> None:
         """Send a message. Without a connection it waits for one or is lost; callers repeat important messages."""
@@ -162,31 +172,31 @@ class Connection:
         """Return the next complete message without waiting, None if there is none."""
         return receive(self.socket)
 
-    def read_event(self) -> str:
+    def read_event(self) -> TeacherUnreachable | None:
         """Process one monitor event.
 
         Returns:
-            A new reason for which the service refuses this peer, otherwise "".
+            A new error if the service refuses this peer, else None.
         """
         event = recv_monitor_message(self.monitor)
         kind, now = event["event"], time.monotonic()
         self.is_up = kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if self.is_up:
-            self._refusal, self.reconnect_at = "", None
+            self._refusal, self.reconnect_at = None, None
         elif kind == zmq.EVENT_DISCONNECTED:
             self.reconnect_at = self.reconnect_at or now + RECONNECT_AFTER_LOSS_S
         else:
             return self._note_refusal(kind, event["value"], now)
-        return ""
+        return None
 
-    def _note_refusal(self, kind: int, value: int, now: float) -> str:
+    def _note_refusal(self, kind: int, value: int, now: float) -> TeacherUnreachable | None:
         before, self._refused_at = self._refusal, now
         if kind != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self.reconnect_at = now + RECONNECT_AFTER_REFUSAL_S
         elif before:  # probably the same cause, and the earlier reason has more detail
-            return ""
-        self._refusal = _explain_refusal(kind, value, self.address, self._auth_dir, name=self._role.auth_dir_name)
-        return self._refusal if self._refusal != before else ""
+            return None
+        self._refusal = _refusal_error(kind, value, self.address, self._auth_dir, name=self._role.auth_dir_name)
+        return None if before is not None and before.what == self._refusal.what else self._refusal
 
     def reconnect_if_due(self, now: float) -> None:
         """Renew the connection if ``reconnect_at`` has passed.
@@ -201,12 +211,14 @@ class Connection:
             self.socket.disconnect(self.address)
         self.socket.connect(self.address)
 
-    def explain_outage(self) -> str:
-        """Return a sentence that explains why there is no connection."""
+    def outage(self) -> TeacherUnreachable:
+        """Return the error that explains why there is no connection."""
         # A present service repeats its refusal, so an old refusal means that there is no service any more.
         if self._refusal and time.monotonic() - self._refused_at < 2 * HANDSHAKE_TIMEOUT_S:
             return self._refusal
-        return f"no teacher service at {self.address}; {self._role.start_hint}"
+        return TeacherUnreachable(
+            f"no teacher service at {self.address}", address=self.address, remedy=self._role.start_hint
+        )
 
     def close(self, linger_ms: int) -> None:
         """Close the sockets.
@@ -218,16 +230,16 @@ class Connection:
         self._context.destroy(linger=linger_ms)
 
 
-def _explain_refusal(kind: int, value: int, address: str, auth_dir: str | None, *, name: str) -> str:
+def _refusal_error(kind: int, value: int, address: str, auth_dir: str | None, *, name: str) -> TeacherUnreachable:
     copy = f"copy its clients/NAME here and set {name} to the copy"
     if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        problem = "refused this client's key"
+        refusal, problem = "key", "refused this client's key"
         remedy = "make one there with `python -m teacher keys --client NAME` and copy its clients/NAME here"
     elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-        problem = "uses another security mechanism"
+        refusal, problem = "mechanism", "uses another security mechanism"
         remedy = f"start it with keys, or leave {name} out" if auth_dir else copy
     else:  # A mechanism mismatch also arrives here if the other side detects it first and disconnects.
-        problem = "ended the connection during the handshake"
+        refusal, problem = "handshake", "ended the connection during the handshake"
         remedy = "check address and port; if they are right, " + (
             f"the keys are of another service (copy clients/NAME of this one), or this one has none (leave {name} out)"
             if auth_dir
@@ -240,4 +252,11 @@ def _explain_refusal(kind: int, value: int, address: str, auth_dir: str | None, 
     )
     if not auth_dir:
         problem = f"may require keys, and this client has none (it {problem})"
-    return f"the service at {address} {problem}: got {got}, expected {expected}; {remedy}"
+    return TeacherUnreachable(
+        f"the service at {address} {problem}: got {got}, expected {expected}",
+        address=address,
+        options=(name,),
+        refusal=refusal,
+        auth_dir=Path(auth_dir) if auth_dir else None,
+        remedy=remedy,
+    )

@@ -76,17 +76,21 @@ def unpack_arrays(header: Header, frames: Sequence[Frame]) -> list[np.ndarray]:
     specs = header.get("arrays")
     if not isinstance(specs, list) or len(specs) != len(frames):
         n_specs = len(specs) if isinstance(specs, list) else short(specs)
-        raise TeacherProtocolError(f"header announces {n_specs} arrays, {len(frames)} array frames arrived")
+        raise TeacherProtocolError(
+            f"header announces {n_specs} arrays, {len(frames)} array frames arrived", entry="arrays"
+        )
     return [_decode_array(spec, frame) for spec, frame in zip(specs, frames, strict=True)]
 
 
 def _decode_array(spec: Any, frame: Frame) -> np.ndarray:
     if not isinstance(spec, list) or not 2 <= len(spec) <= 3 or not isinstance(spec[0], str) or spec[0] not in _DTYPES:
-        raise TeacherProtocolError(f"array must be announced as [dtype, size(, size)], got {short(spec)}")
+        raise TeacherProtocolError(
+            f"array must be announced as [dtype, size(, size)], got {short(spec)}", entry="arrays"
+        )
     dtype, shape = _DTYPES[spec[0]], spec[1:]
     if any(type(size) is not int or not 1 <= size <= LIMITS.vocab_size for size in shape):
-        raise TeacherProtocolError(f"array sizes must be 1 to {LIMITS.vocab_size}, got {short(shape)}")
+        raise TeacherProtocolError(f"array sizes must be 1 to {LIMITS.vocab_size}, got {short(shape)}", entry="arrays")
     n_bytes = memoryview(frame).nbytes
     if math.prod(shape) * dtype.itemsize != n_bytes:
-        raise TeacherProtocolError(f"array announced as {short(spec)} arrived with {n_bytes} bytes")
+        raise TeacherProtocolError(f"array announced as {short(spec)} arrived with {n_bytes} bytes", entry="arrays")
     return np.frombuffer(frame, dtype).reshape(shape)

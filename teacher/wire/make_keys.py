@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zmq.auth import create_certificates
 
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
 from teacher.wire.auth import DEFAULT_CLIENT, require_curve, server_keys
 
 
@@ -24,15 +24,17 @@ def make_keys(auth_dir: str | Path) -> Path:
         The folder of the client's keys.
 
     Raises:
-        TeacherError: ``auth_dir`` is not empty, or cannot be written.
+        TeacherSetupError: ``auth_dir`` is not empty, or cannot be written.
     """
     require_curve()
     folder = Path(auth_dir).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         state = "has server keys already" if (folder / "server.key_secret").exists() else "is not empty"
-        raise TeacherError(
-            f"{folder} {state}, and keys are never overwritten; name another --auth-dir, or add a client to this one "
-            "with --client NAME"
+        raise TeacherSetupError(
+            f"{folder} {state}, and keys are never overwritten",
+            path=folder,
+            options=("--auth-dir",),
+            remedy="name another --auth-dir, or add a client to this one with --client NAME",
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +49,12 @@ def make_keys(auth_dir: str | Path) -> Path:
             shutil.rmtree(partial, ignore_errors=True)
             raise
     except OSError as error:
-        raise TeacherError(f"cannot make keys in {folder}: {error}; name a writable --auth-dir") from None
+        raise TeacherSetupError(
+            f"cannot make keys in {folder}: {error}",
+            path=folder,
+            options=("--auth-dir",),
+            remedy="name a writable --auth-dir",
+        ) from None
     return folder / "clients" / DEFAULT_CLIENT
 
 
@@ -62,19 +69,28 @@ def add_client(auth_dir: str | Path, name: str) -> Path:
         The folder of the client's keys.
 
     Raises:
-        TeacherError: The name is invalid, ``auth_dir`` has no server keys, or it already has this client.
+        TeacherSetupError: The name is invalid, ``auth_dir`` has no server keys, or it already has this client.
     """
     require_curve()
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
-        raise TeacherError(f"--client must be up to 64 letters, digits and . _ -, got {name!r:.80}")
+        raise TeacherSetupError(
+            f"--client must be up to 64 letters, digits and . _ -, got {name!r:.80}", options=("--client",)
+        )
     folder = Path(auth_dir).absolute()
     server_keys(folder)  # checks that the folder is complete and undamaged
     if (folder / "allowed" / f"{name}.key").exists() or (folder / "clients" / name).exists():
-        raise TeacherError(f"{folder} has a client {name!r}, and keys are never overwritten; choose another name")
+        raise TeacherSetupError(
+            f"{folder} has a client {name!r}, and keys are never overwritten",
+            path=folder,
+            options=("--client",),
+            remedy="choose another name",
+        )
     try:
         _make_client(folder, name)
     except OSError as error:
-        raise TeacherError(f"cannot make the keys of {name!r} in {folder}: {error}; make the folder writable") from None
+        raise TeacherSetupError(
+            f"cannot make the keys of {name!r} in {folder}: {error}", path=folder, remedy="make the folder writable"
+        ) from None
     return folder / "clients" / name
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, get_args
+from typing import Literal
 
-import numpy as np
-
-from teacher.errors import TeacherError, TeacherRequestError, short
+from teacher.errors import TeacherError
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Peers of different versions refuse each other. A peer that ignores a field would return scores of another request."""
 
 WireDtype = Literal["float32", "float16"]
@@ -28,6 +25,9 @@ class Limits:
         header_bytes: Size of an encoded header. A request of 4096 sequences needs 200 kB. A small msgpack item, such as
             an empty list of one byte, takes 64 times its size in memory after decoding.
         text_chars: Length of one text field.
+        list_texts: Texts of one list, such as the further lines of an error. The header of an error with the longest
+            texts of four bytes per character has 400 kB.
+        list_text_chars: Length of one text of a list.
         status_bytes: Size of an encoded service status.
         sequences: Sequences of one request.
         sequence_tokens: Tokens of one sequence.
@@ -46,6 +46,8 @@ class Limits:
 
     header_bytes: int = 512 << 10
     text_chars: int = 16 << 10
+    list_texts: int = 16
+    list_text_chars: int = 1024
     status_bytes: int = 1 << 20
     sequences: int = 4096
     sequence_tokens: int = 1 << 20
@@ -303,91 +305,3 @@ Message = (
     | Probe
     | Goodbye
 )
-
-_SPLIT_HINT = "send less at once: raise actor_rollout_ref.teacher.num_microbatches"
-
-
-def check_sequences(sequences: Sequence[TeacherSequence]) -> None:
-    """Check that sequences can be sent in one request.
-
-    Raises:
-        TeacherRequestError: The count, a dtype, a shape or a length is not allowed.
-    """
-    if not sequences:
-        raise TeacherRequestError("expected at least one sequence in a request, got none; do not submit empty batches")
-    if len(sequences) > LIMITS.sequences:
-        raise TeacherRequestError(
-            f"{len(sequences)} sequences in one request, at most {LIMITS.sequences} can be sent; {_SPLIT_HINT}"
-        )
-    for i, sequence in enumerate(sequences):
-        _check_sequence(i, sequence)
-    n_tokens = sum(len(sequence.token_ids) for sequence in sequences)
-    if n_tokens > LIMITS.request_tokens:
-        raise TeacherRequestError(
-            f"{n_tokens} tokens in one request, at most {LIMITS.request_tokens} can be sent; {_SPLIT_HINT}"
-        )
-
-
-def _check_sequence(i: int, sequence: TeacherSequence) -> None:
-    ids = sequence.token_ids
-    if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
-        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
-        raise TeacherRequestError(
-            f"sequence {i}: token_ids must be a numpy int32 array [N], got {got}; use np.asarray(ids, np.int32)"
-        )
-    if len(ids) > LIMITS.sequence_tokens:
-        raise TeacherRequestError(
-            f"sequence {i}: {len(ids)} tokens, at most {LIMITS.sequence_tokens} can be sent; truncate it"
-        )
-    if type(sequence.prompt_len) is not int or not 1 <= sequence.prompt_len < len(ids):
-        raise TeacherRequestError(
-            f"sequence {i}: expected 1 <= prompt_len < number of tokens, got prompt_len="
-            f"{short(sequence.prompt_len):.40} with {len(ids)} tokens; a prompt has at least one token, and an empty "
-            "response cannot be scored"
-        )
-
-
-def check_temperature(temperature: Any) -> float:
-    """Return a temperature as float.
-
-    Raises:
-        TeacherRequestError: It is not a number within the limits.
-    """
-    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if is_number and LIMITS.min_temperature <= temperature <= LIMITS.max_temperature:  # False for NaN
-        return float(temperature)
-    raise TeacherRequestError(
-        f"temperature must be a number from {LIMITS.min_temperature:g} to {LIMITS.max_temperature:g}, "
-        f"got {short(temperature):.40}; correct gkd.distill_temperature"
-    )
-
-
-def check_top_k(top_k: Any) -> int:
-    """Return ``top_k`` as it is sent: 0 for None.
-
-    Raises:
-        TeacherRequestError: It is neither None nor an integer within the limits.
-    """
-    if top_k is None:
-        return 0
-    if type(top_k) is int and 1 <= top_k <= LIMITS.vocab_size:
-        return top_k
-    raise TeacherRequestError(
-        f"top_k must be 1 to {LIMITS.vocab_size}, or None for all that the teacher returns, got {short(top_k):.40}; "
-        "correct actor_rollout_ref.teacher.top_k"
-    )
-
-
-def check_wire_dtype(wire_dtype: Any) -> WireDtype:
-    """Return the wire dtype.
-
-    Raises:
-        TeacherRequestError: It is not one of ``WireDtype``.
-    """
-    for allowed in get_args(WireDtype):
-        if wire_dtype == allowed:
-            return allowed
-    raise TeacherRequestError(
-        f"wire_dtype must be float32 or float16, got {short(wire_dtype):.40}; correct "
-        "actor_rollout_ref.teacher.wire_dtype"
-    )

@@ -7,8 +7,9 @@ A message is one msgpack header frame, followed by raw little-endian array frame
 
 Arrays are ragged: one (request) or three (reply) per sequence, response positions only, without padding. Nothing is
 unpickled. Every count, size and dtype is compared with ``LIMITS`` and with the received bytes before it is used, so an
-invalid header causes an error but no large allocation. The entries ``v``, ``kind``, ``id`` and ``message`` keep their
-meaning in every protocol version, so that an error message can always be decoded.
+invalid header causes an error but no large allocation. The entries ``v``, ``kind``, ``id``, ``code`` and ``message``
+keep their meaning in every protocol version, so that the text of an error can always be decoded. The entry ``error`` is
+a map of the error's fields.
 """
 
 from __future__ import annotations
@@ -20,17 +21,10 @@ from dataclasses import asdict, dataclass, fields
 import msgpack
 import numpy as np
 
-from teacher.errors import (
-    TeacherChanged,
-    TeacherError,
-    TeacherProtocolError,
-    TeacherRequestError,
-    TeacherTimeout,
-    TeacherUnavailable,
-    short,
-)
+from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError, short
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
+from teacher.wire import error_fields
 from teacher.wire import header as checked
 from teacher.wire.frames import Frame, pack, unpack_arrays, unpack_header
 from teacher.wire.header import Header
@@ -57,23 +51,11 @@ from teacher.wire.messages import (
     StatusRequest,
     Welcome,
     WireDtype,
-    check_sequences,
-    check_temperature,
-    check_top_k,
-    check_wire_dtype,
 )
+from teacher.wire.request_checks import check_sequences, check_temperature, check_top_k, check_wire_dtype
 
 DEFAULT_LOGITS = LogitSettings()
 _MAX_WORKER_NAME_CHARS = 256  # the status contains the names of all workers
-
-_ERROR_OF_CODE: dict[str, type[TeacherError]] = {
-    "changed": TeacherChanged,
-    "timeout": TeacherTimeout,
-    "protocol": TeacherProtocolError,
-    "request": TeacherRequestError,
-    "unavailable": TeacherUnavailable,
-}
-_CODE_OF_ERROR = {error: code for code, error in _ERROR_OF_CODE.items()}
 
 
 # --- encode ----------------------------------------------------------------------------------------------------------
@@ -122,7 +104,7 @@ def encode_score(
         model: ``ModelInfo.identity`` that must serve the request, empty for any model.
 
     Raises:
-        TeacherRequestError: An argument is invalid; see the ``check_*`` functions of ``messages``.
+        TeacherRequestError: An argument is invalid; see ``request_checks``.
     """
     check_sequences(sequences)
     return pack(
@@ -182,9 +164,12 @@ def encode_asleep_set(request_id: int, *, asleep: bool, n_workers: int) -> list[
 
 
 def encode_error(request_id: int, error: TeacherError) -> list[Frame]:
-    """Encode ``Failure``. An error type without a wire code is sent as ``TeacherRequestError``."""
-    code = _CODE_OF_ERROR.get(type(error), "request")
-    return pack(Kind.ERROR, request_id, code=code, message=str(error)[: LIMITS.text_chars])
+    """Encode ``Failure``: the fields of the error that have a value, and its text for other protocol versions.
+
+    An error type without a wire code is sent as ``TeacherRequestError``.
+    """
+    code, data = error_fields.to_wire(error)
+    return pack(Kind.ERROR, request_id, code=code, message=str(error)[: LIMITS.text_chars], error=data)
 
 
 def encode_ready(ready: Ready) -> list[Frame]:
@@ -242,20 +227,23 @@ def decode(frames: Sequence[Frame]) -> Message:
         raise TeacherProtocolError(f"expected 1 to {LIMITS.frames} frames, got {len(frames)}")
     header = unpack_header(frames[0])
     kind = header.get("kind")
-    if kind == Kind.ERROR.value:  # before the version check, so that errors of another version can be read
-        return _decode_error(header)
-    if header.get("v") != PROTOCOL_VERSION:
+    if kind == Kind.ERROR.value and header.get("v") != PROTOCOL_VERSION:
+        error_type = error_fields.type_of(header.get("code"))  # its fields may be others, but it has a text
+        return Failure(checked.request_id(header), error_type(checked.text(header, "message")))
+    if (version := header.get("v")) != PROTOCOL_VERSION:
         raise TeacherProtocolError(
-            f"message of protocol version {short(header.get('v'))}, this side uses {PROTOCOL_VERSION}; "
-            "install the same teacher package on the trainer, proxy and worker machines"
+            f"message of protocol version {short(version)}, this side uses {PROTOCOL_VERSION}",
+            entry="v",
+            peer_version=version if type(version) is int and 0 <= version <= error_fields.MAX_COUNT else None,
+            remedy="install the same teacher package on the trainer, proxy and worker machines",
         )
     layout = _LAYOUTS.get(kind) if isinstance(kind, str) else None
     if layout is None:
-        raise TeacherProtocolError(f"unknown message kind {short(kind)}")
+        raise TeacherProtocolError(f"unknown message kind {short(kind)}", entry="kind")
     checked.expect_keys(header, _COMMON_KEYS | layout.keys)
     arrays = unpack_arrays(header, frames[1:])
     if layout.n_arrays is not None and len(arrays) != layout.n_arrays:
-        raise TeacherProtocolError(f"expected {layout.n_arrays} arrays, got {len(arrays)}")
+        raise TeacherProtocolError(f"expected {layout.n_arrays} arrays, got {len(arrays)}", entry="arrays")
     return layout.decode(header, arrays)
 
 
@@ -267,10 +255,9 @@ def peek_request_id(frames: Sequence[Frame]) -> int | None:
         return None
 
 
-def _decode_error(header: Header) -> Failure:
-    code = header.get("code")
-    error_type = _ERROR_OF_CODE.get(code, TeacherRequestError) if isinstance(code, str) else TeacherRequestError
-    return Failure(checked.request_id(header), error_type(checked.text(header, "message")))
+def _decode_error(header: Header, arrays: list[np.ndarray]) -> Failure:
+    checked.text(header, "message")  # the proxy passes on only the data
+    return Failure(checked.request_id(header), error_fields.from_wire(header.get("code"), header.get("error")))
 
 
 def _decode_info(header: Header, arrays: list[np.ndarray]) -> Info:
@@ -280,25 +267,29 @@ def _decode_info(header: Header, arrays: list[np.ndarray]) -> Info:
 def _decode_status(header: Header, arrays: list[np.ndarray]) -> Status:
     (text_U,) = arrays
     if text_U.dtype != np.uint8 or text_U.nbytes > LIMITS.status_bytes:
-        raise TeacherProtocolError(f"expected a text of at most {LIMITS.status_bytes} bytes, got {text_U.nbytes}")
+        raise TeacherProtocolError(
+            f"expected a text of at most {LIMITS.status_bytes} bytes, got {text_U.nbytes}", entry="arrays"
+        )
     try:
         values = json.loads(text_U.tobytes())
     except (ValueError, RecursionError) as error:
-        raise TeacherProtocolError(f"the status is no JSON: {short(error)}") from None
+        raise TeacherProtocolError(f"the status is no JSON: {short(error)}", entry="arrays") from None
     return Status(checked.request_id(header), ServiceStatus.from_dict(values))
 
 
 def _decode_score(header: Header, arrays: list[np.ndarray]) -> Score:
     prompt_lens = header.get("prompt_lens")
     if not isinstance(prompt_lens, list) or len(prompt_lens) != len(arrays):
-        raise TeacherProtocolError(f"expected {len(arrays)} prompt_lens, got {short(prompt_lens)}")
+        raise TeacherProtocolError(f"expected {len(arrays)} prompt_lens, got {short(prompt_lens)}", entry="prompt_lens")
     sequences = [TeacherSequence(ids_N, n) for ids_N, n in zip(arrays, prompt_lens, strict=True)]
     try:
         check_sequences(sequences)
         temperature = check_temperature(header.get("temperature"))
         wire_dtype = check_wire_dtype(header.get("wire_dtype"))
     except TeacherRequestError as error:
-        raise TeacherProtocolError(str(error)) from None
+        raise TeacherProtocolError(
+            error.what, entry=error.argument, sequence=error.sequence, options=error.options, remedy=error.remedy
+        ) from None
     return Score(
         request_id=checked.request_id(header),
         timeout_s=checked.timeout_s(header),
@@ -312,13 +303,17 @@ def _decode_score(header: Header, arrays: list[np.ndarray]) -> Score:
 
 def _decode_score_reply(header: Header, arrays: list[np.ndarray]) -> ScoreReply:
     if not arrays or len(arrays) % 3:
-        raise TeacherProtocolError(f"a score reply has three arrays per sequence, got {len(arrays)} arrays")
+        raise TeacherProtocolError(
+            f"a score reply has three arrays per sequence, got {len(arrays)} arrays", entry="arrays"
+        )
     scored = []
-    for logps_TK, ids_TK, sampled_T in zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True):
+    for i, (logps_TK, ids_TK, sampled_T) in enumerate(zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True)):
         got = [(array.dtype.str, array.shape) for array in (logps_TK, ids_TK, sampled_T)]
         shape = logps_TK.shape
         if len(shape) != 2 or got[0][0] not in ("<f4", "<f2") or got[1:] != [("<i4", shape), ("<f4", shape[:1])]:
-            raise TeacherProtocolError(f"expected float32 or float16 [T,K], int32 [T,K], float32 [T], got {short(got)}")
+            raise TeacherProtocolError(
+                f"expected float32 or float16 [T,K], int32 [T,K], float32 [T], got {short(got)}", sequence=i
+            )
         scored.append(ScoredSequence(logps_TK, ids_TK, sampled_T))
     return ScoreReply(checked.request_id(header), scored)
 
@@ -390,6 +385,7 @@ _LAYOUTS: dict[str, _Layout] = {
         ),
         _keys("asleep", "n_workers"),
     ),
+    Kind.ERROR.value: _Layout(_decode_error, _keys("code", "message", "error")),
     Kind.READY.value: _Layout(_decode_ready, _keys(*(field.name for field in fields(Ready)))),
     Kind.WELCOME.value: _Layout(lambda *_: Welcome()),
     Kind.HEARTBEAT.value: _Layout(_decode_heartbeat, _keys(*(field.name for field in fields(Heartbeat)))),

@@ -9,13 +9,14 @@ from typing import TypeVar
 
 import pytest
 
+from recipe_gkd.errors import ConfigError
 from teacher.common.detailed_error import DetailedError
 
 E = TypeVar("E", bound=DetailedError)
 
 
 @contextmanager
-def raises(kind: type[E] | tuple[type[E], ...], **fields: object) -> Iterator[pytest.ExceptionInfo[E]]:
+def raises(kind: type[E] | tuple[type[E], ...], /, **fields: object) -> Iterator[pytest.ExceptionInfo[E]]:
     """Expect an error of a class whose fields have the given values.
 
     Args:
@@ -53,3 +54,8 @@ def culprits(error: DetailedError) -> set[str]:
         found |= {label for failure in getattr(current, "failures", ()) for label in culprits(failure)}
         current = current.__cause__
     return found
+
+
+def keys_of_parts(error: ConfigError) -> list[tuple[str, ...]]:
+    """Return the keys of each error that is joined in ``error``, or its own."""
+    return [part.keys for part in error.parts or (error,)]

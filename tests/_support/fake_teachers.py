@@ -47,7 +47,7 @@ class OffsetEngine(FakeEngine):
 
     def check(self, sequence: TeacherSequence, temperature: float) -> None:
         if REFUSED in sequence.token_ids:
-            raise TeacherRequestError(f"token {REFUSED} is rejected")
+            raise TeacherRequestError(f"token {REFUSED} is rejected", argument="token_ids")
 
     def step(self) -> list[tuple[int, ScoredSequence | TeacherRequestError]]:
         key, sequence = self._waiting.popitem()  # not in the order of arrival

@@ -89,9 +89,13 @@ class FakeEngine:
 
     def check(self, sequence: TeacherSequence, settings: LogitSettings) -> None:
         if settings.temperature == TOO_COLD:
-            raise TeacherRequestError(f"temperature {settings.temperature} is not for this model")
+            raise TeacherRequestError(
+                f"temperature {settings.temperature} is not for this model", argument="temperature"
+            )
         if sequence.token_ids.max() >= self.info.vocab_size:
-            raise TeacherRequestError(f"token id {sequence.token_ids.max()} is outside the vocabulary")
+            raise TeacherRequestError(
+                f"token id {sequence.token_ids.max()} is outside the vocabulary", argument="token_ids"
+            )
 
     def add(self, key: int, sequence: TeacherSequence) -> None:
         assert not self.is_asleep

@@ -33,6 +33,7 @@ from teacher.errors import TeacherTimeout
 from tests._support.base_config import base_config
 from tests._support.checkpoint_files import write_checkpoints
 from tests._support.data_sets import data_set_of
+from tests._support.errors import raises
 
 STUDENT = Student(Path("x"), 64, build_tokenizer(), "the same", n_tokens=60)
 
@@ -95,8 +96,10 @@ class TestRewardItems:
     def test_reward_items_unknown_ground_truth_key_is_an_error(self, tmp_path: Path) -> None:
         config = make_config(tmp_path, self.REWARD, "data.ground_truth_key=nowhere")
         data = PromptData(read_data_set(config.data.train_files, config.data), config.data, STUDENT.tokenizer)
-        with pytest.raises(DataError, match=r"nowhere: the data has no such column.*on_training=false"):
+        with raises(DataError, column="nowhere", existing=("prompt", "ground_truth")) as caught:
             _reward_items(config, data, STUDENT, scorer_of(config))
+        [hint] = caught.value.details
+        assert self.NOT_ON_TRAINING in hint
 
     def test_reward_items_of_a_function_without_ground_truth_need_no_column(self, tmp_path: Path) -> None:
         config = make_config(tmp_path, self.REWARD, "gkd.use_rl_loss=true", "actor_rollout_ref.rollout.n=2")
@@ -107,7 +110,7 @@ class TestRewardItems:
         assert items.build_item(data.prompt(0, 0), response).ground_truth is None
         named = make_config(tmp_path, self.REWARD, "data.ground_truth_key=nowhere")
         data = PromptData(data_set_of({"prompt": ["1+1="]}, named.data), named.data, STUDENT.tokenizer)
-        with pytest.raises(DataError, match="nowhere: the data has no such column"):
+        with raises(DataError, column="nowhere", existing=("prompt",)):
             _reward_items(named, data, STUDENT, scorer_of(named, truth_use="optional"))
         assert _reward_items(named, data, STUDENT, scorer_of(named, truth_use="unused")) is not None
 
@@ -163,16 +166,17 @@ class TestUnexpectedErrors:
         assert (hint in printed) == has_started
 
     @pytest.mark.parametrize(
-        ("error", "message"),
+        ("error", "root"),
         [
-            (OSError(28, "No space left on device", "/x/y"), r"training: OSError: \[Errno 28\] .* '/x/y'\n.*the disk"),
-            (RuntimeError("CUDA error: lost"), r"training: RuntimeError: CUDA error: lost\nin .*may be a bug"),
-            (ExceptionGroup("two", [ExceptionGroup("", [KeyError("a")])]), r"training: KeyError: 'a'"),
+            (OSError(28, "No space left on device", "/x/y"), "OSError"),
+            (RuntimeError("CUDA error: lost"), "RuntimeError"),
+            (ExceptionGroup("two", [ExceptionGroup("", [KeyError("a")])]), "KeyError"),
         ],
     )
-    def test_as_known_error_unexpected_names_phase_and_place(self, error: Exception, message: str) -> None:
+    def test_as_known_error_unexpected_has_phase_and_place(self, error: Exception, root: str) -> None:
         known = as_known_error(error, "training")
-        assert isinstance(known, UnexpectedError) and re.match(message, str(known), re.DOTALL)
+        assert isinstance(known, UnexpectedError) and known.phase == "training" and known.details
+        assert known.what.startswith(f"{root}: ")
         assert known.__cause__ is error
         assert as_known_error(known, "later") is known
 
@@ -249,9 +253,12 @@ class TestRestarts:
     ) -> None:
         if isinstance(error, CheckpointError):
             write_checkpoints(tmp_path, 4)
-        with pytest.raises(type(error), match=str(error)):
+        with raises(type(error)) as caught:
             self.train(monkeypatch, None, error, folder=tmp_path, stop_in_training=True)
+        assert caught.value is error
 
     def test_other_errors_are_raised(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(ConfigError, match="other"):
-            self.train(monkeypatch, ConfigError("other"), on_restart=lambda _: None)
+        error = ConfigError("other")
+        with raises(ConfigError) as caught:
+            self.train(monkeypatch, error, on_restart=lambda _: None)
+        assert caught.value is error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -37,6 +36,7 @@ from teacher.client import ClientSpec
 from teacher.errors import TeacherError, TeacherTimeout
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import base_config
+from tests._support.errors import raises
 from tests._support.reward_files import reward_file, settings
 
 N, BATCH, ROWS = 2, 4, 24
@@ -255,7 +255,7 @@ def test_teacher_and_reward_failures_keep_their_own_errors(tmp_path: Path) -> No
 
     class FailingScorer:
         async def score(self, items: Sequence[Any]) -> list[float]:
-            raise RewardError("the function")
+            raise RewardError("failed", function="the function")
 
     class SilentTeacher(FakeWorkers):
         def submit(
@@ -267,12 +267,12 @@ def test_teacher_and_reward_failures_keep_their_own_errors(tmp_path: Path) -> No
         def submit(
             self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
         ) -> Future[list[ScoredSequence]]:
-            raise TeacherError("the teacher")
+            raise TeacherError("failed")
 
     config = configured(tmp_path)
-    with pytest.raises(RewardError, match="the function"):
+    with raises(RewardError, function="the function"):
         asyncio.run(batches_of(build_trainer(config, FakeWorkers(1), FailingScorer(), SilentTeacher(1))))  # type: ignore[arg-type]
-    with pytest.raises(TeacherError, match="the teacher"):
+    with raises(TeacherError):
         asyncio.run(batches_of(build_trainer(config, FakeWorkers(1), None, FailingTeacher(1))))
 
 
@@ -281,16 +281,20 @@ def test_batch_gets_advantages_before_it_is_divided(tmp_path: Path) -> None:
         async def score(self, items: Sequence[Any]) -> list[Reward]:
             return [Reward(float(item.uid % 2)) for item in items]
 
+    advantages: list[float] = []
+
     def divide(samples: Sequence[Sample]) -> list[list[Sample]]:
-        raise GkdError(f"{[sample.advantage for sample in samples]}")
+        advantages.extend(sample.advantage for sample in samples)
+        raise GkdError("the batch was divided")
 
     path = "custom_reward_function.path=x.py"
     config = configured(tmp_path, "gkd.use_rl_loss=true", path, "gkd.norm_adv_by_std=false")
     trainer = build_trainer(config, FakeWorkers(1), ByUid())  # type: ignore[arg-type]
     batch = asyncio.run(first_batch(trainer))
     trainer.workers = SimpleNamespace(actors=None, sharding=SimpleNamespace(divide=divide))  # type: ignore[assignment]
-    with pytest.raises(GkdError, match=re.escape(str([-0.5, 0.5] * BATCH))):
+    with raises(GkdError):
         asyncio.run(trainer.update(batch))
+    assert advantages == [-0.5, 0.5] * BATCH
 
 
 async def first_batch(trainer: Trainer) -> ReadyBatch:

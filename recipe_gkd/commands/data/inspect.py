@@ -102,7 +102,8 @@ def describe_prompts(data_set: DataSet, config: DataConfig, tokenizer: Any, show
         DataError: A prompt cannot be used, or there is no ``shown_row``.
     """
     if not 0 <= shown_row < len(data_set):
-        raise DataError(f"--row {shown_row}: the data has the rows 0 to {len(data_set) - 1}; choose one of them")
+        what = f"--row {shown_row}: the data has the rows 0 to {len(data_set) - 1}"
+        raise DataError(what, remedy="choose one of them", row=shown_row)
     template = ChatTemplate(config.apply_chat_template_kwargs, config.system_prompt)
     found = [_measure(row, tokenizer, template) for row in data_set]
     lengths = np.array([each.n_prompt for each in found])
@@ -140,7 +141,8 @@ class _Measured:
 
 
 def _measure(row: Row, tokenizer: Any, template: ChatTemplate) -> _Measured:
-    n_prompt = len(tokenize_prompt(row.prompt, tokenizer, row.where, template=template, tools=row.tools))
+    with row.locate_errors():
+        n_prompt = len(tokenize_prompt(row.prompt, tokenizer, row.where, template=template, tools=row.tools))
     prompt = _Measured(n_prompt, isinstance(row.prompt, str), row.tools is not None)
     try:
         if row.response is None:

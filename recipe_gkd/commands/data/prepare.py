@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from recipe_gkd.config import load_config
 from recipe_gkd.config.schema.fields import expand_home
 from recipe_gkd.data.files import FORMATS
-from recipe_gkd.data.rows import CONVERSATIONS, PROMPT_KEY_HINT, DataSet, Row, read_data_set
+from recipe_gkd.data.rows import CONVERSATIONS, DataSet, Row, read_data_set
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import DataError
 
@@ -132,7 +132,8 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
     """
     paths = arguments.output / TRAIN, arguments.output / VALIDATION
     if not arguments.overwrite and (existing := [path for path in paths if path.exists()]):
-        raise DataError(f"{existing[0]} exists; choose another --output, or replace it with --overwrite")
+        remedy = "choose another --output, or replace it with --overwrite"
+        raise DataError(f"{existing[0]} exists", remedy=remedy, file=existing[0])
     split = _split(arguments)
     columns = [name for name in ("prompt", "response", "ground_truth", "data_source") if name in split.train[0]]
     for path, rows in zip(paths, (split.train, split.validation), strict=True):
@@ -159,7 +160,8 @@ def _split(arguments: argparse.Namespace) -> Split:
     if not 0 <= fraction < 1 or (fraction and arguments.val):
         raise DataError(
             f"--val-fraction {fraction:g}{' with --val' if arguments.val else ''}: expected a fraction from 0 to less "
-            "than 1, or the files of --val instead; correct it"
+            "than 1, or the files of --val instead",
+            remedy="correct it",
         )
     found = read_rows(arguments.files, arguments)
     train, n_empty, renamed = found.rows, found.n_empty, found.renamed
@@ -181,7 +183,7 @@ def _split(arguments: argparse.Namespace) -> Split:
         remedy = (
             "give files with other prompts, or leave out --val and --val-fraction" if train else "correct the files"
         )
-        raise DataError(f"no training row is left: {reason}; {remedy}")
+        raise DataError(f"no training row is left: {reason}", remedy=remedy)
     return Split(kept, validation, n_empty, len(train) - len(kept), renamed)
 
 
@@ -200,10 +202,11 @@ def read_rows(files: Sequence[str], arguments: argparse.Namespace) -> Converted:
         if (prompt is None and not is_chat) or (isinstance(prompt, str) and not prompt.strip()):
             found.n_empty += 1
             continue
-        made = (convert_gsm8k(row) if is_gsm8k else convert_columns(row, arguments)) | fixed
-        made["prompt"] = _messages(made["prompt"], arguments.system)
-        others = {} if is_gsm8k else _other_columns(row, data_set.columns, arguments)
-        found.rows.append(_without_collisions(others, made, row.where, found.renamed) | made)
+        with row.locate_errors():
+            made = (convert_gsm8k(row) if is_gsm8k else convert_columns(row, arguments)) | fixed
+            made["prompt"] = _messages(made["prompt"], arguments.system)
+            others = {} if is_gsm8k else _other_columns(row, data_set.columns, arguments)
+            found.rows.append(_without_collisions(others, made, row.where, found.renamed) | made)
     return found
 
 
@@ -213,12 +216,16 @@ def _read_columns(files: Sequence[str], prompt_column: str, needed: Sequence[str
     try:
         data_set = read_data_set(files, config, "the files")
     except DataError as error:
-        hint = "Name it with --prompt-column" if file_format == "csv" else f"{file_format} needs this column"
-        raise DataError(str(error).replace(PROMPT_KEY_HINT, hint)) from error
+        if error.existing is None:
+            raise
+        remedy = "name it with --prompt-column" if file_format == "csv" else f"{file_format} needs this column"
+        raise error.replaced(remedy=remedy) from error
     if absent := [name for name in needed if name not in data_set.columns]:
         raise DataError(
-            f"{', '.join(files)}: there is no column {absent[0]!r}; the files have: {', '.join(data_set.columns)}. "
-            "Name the columns with --prompt-column, --response-column and --ground-truth-column"
+            f"{', '.join(files)}: there is no column {absent[0]!r}; the files have: {', '.join(data_set.columns)}",
+            remedy="name the columns with --prompt-column, --response-column and --ground-truth-column",
+            column=absent[0],
+            existing=tuple(data_set.columns),
         )
     return data_set
 
@@ -242,12 +249,12 @@ def convert_gsm8k(row: Row) -> OutputRow:
     """
     question, answer = _text(row.values.get("question")), _text(row.values.get("answer"))
     if not isinstance(question, str):
-        raise DataError(f"{row.where}: the question is {question!r:.200}; expected a text. Correct or remove the row")
+        what = f"{row.where}: the question is {question!r:.200}; expected a text"
+        raise DataError(what, remedy="correct or remove the row", column="question")
     solution, separator, number = answer.rpartition("####") if isinstance(answer, str) else ("", "", "")
     if not separator or not number.strip():
-        raise DataError(
-            f"{row.where}: the answer {answer!r:.200} does not end with '#### <number>'; correct or remove it"
-        )
+        what = f"{row.where}: the answer {answer!r:.200} does not end with '#### <number>'"
+        raise DataError(what, remedy="correct or remove it", column="answer")
     return {
         "prompt": f"{question.strip()} {ANSWER_HINT}",
         "response": f"{CALCULATION.sub('', solution).strip()}\n#### {number.strip()}".lstrip(),
@@ -280,7 +287,9 @@ def _without_collisions(others: OutputRow, made: OutputRow, where: str, renamed:
             if renamed[name] in others:
                 raise DataError(
                     f"{where}: the file has the columns {name} and {renamed[name]}, and {name} is also a column of the "
-                    "output; rename one of them"
+                    "output",
+                    remedy="rename one of them",
+                    column=name,
                 )
         found[renamed[name] if name in made else name] = value
     return found
@@ -308,6 +317,7 @@ def _column(values: list[Any], name: str) -> pa.Array:
         return pa.array(values)
     except (pa.ArrowException, OverflowError, TypeError) as error:
         raise DataError(
-            f"the values of column {name} cannot be written as parquet: {error}; expected values of one type. "
-            "Correct or remove the column"
+            f"the values of column {name} cannot be written as parquet: {error}; expected values of one type",
+            remedy="correct or remove the column",
+            column=name,
         ) from error

@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         overrides = [part for part in args.folders if _is_override(part)]
         folders = [model_folder(Path(part).expanduser()) for part in args.folders if not _is_override(part)]
         if not folders:
-            raise ConfigError("got no model; give one or more Hugging Face folders: evaluate FOLDER --data FILE")
+            remedy = "give one or more Hugging Face folders: evaluate FOLDER --data FILE"
+            raise ConfigError("got no model", remedy=remedy, keys=("FOLDER",))
         config = build_config(args, overrides)
         _check_outputs(args)
         evaluations = run(args, folders, config)
@@ -275,7 +276,7 @@ def _split_reward(spec: str) -> tuple[str, str | None]:
         return spec, None
     path, separator, name = spec.rpartition(":")
     if not separator or not path or not name:
-        raise ConfigError(f"--reward: got {spec}, expected FILE.py or FILE.py:function")
+        raise ConfigError(f"--reward: got {spec}, expected FILE.py or FILE.py:function", keys=("--reward",))
     return path, name
 
 
@@ -283,7 +284,8 @@ def sampling_of(args: argparse.Namespace, config: Config) -> Sampling:
     """Return the settings of sampling: greedy for one response, temperature 1 for several."""
     temperature = args.temperature if args.temperature is not None else (0.0 if args.n == 1 else 1.0)
     if temperature == 0 and args.n > 1:
-        raise ConfigError(f"--n {args.n} --temperature 0: all responses would be equal; use a temperature above 0")
+        what = f"--n {args.n} --temperature 0: all responses would be equal"
+        raise ConfigError(what, remedy="use a temperature above 0", keys=("--n", "--temperature"))
     return Sampling(
         n=args.n,
         max_tokens=config.data.max_response_length,
@@ -318,7 +320,8 @@ def _check_outputs(args: argparse.Namespace) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
         except OSError as error:
-            raise ConfigError(f"{option} {path} cannot be written ({error.strerror}); choose another file") from error
+            what = f"{option} {path} cannot be written ({error.strerror})"
+            raise ConfigError(what, remedy="choose another file", keys=(option,)) from error
 
 
 def _is_override(part: str) -> bool:

@@ -85,9 +85,11 @@ def check_out(out: Path) -> None:
         CheckpointError: It has files, or is a file.
     """
     if out.is_dir() and any(out.iterdir()):
-        raise CheckpointError(f"OUT: {out} is not empty; choose a new folder, or remove its files first")
+        remedy = "choose a new folder, or remove its files first"
+        raise CheckpointError(f"OUT: {out} is not empty", remedy=remedy, path=out)
     if out.exists() and not out.is_dir():
-        raise CheckpointError(f"OUT: {out} is a file; expected a folder that does not exist yet, or is empty")
+        what = f"OUT: {out} is a file, expected a folder that does not exist yet, or is empty"
+        raise CheckpointError(what, path=out)
 
 
 def _positive(value: str) -> float:

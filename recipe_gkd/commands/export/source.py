@@ -66,7 +66,10 @@ def find_source(checkpoint: Path, model: Path | None = None, config_file: Path |
     if not (path / "config.json").is_file():
         raise ModelError(
             f"the model folder of the run, {path}, has no config.json; the export copies tokenizer and configuration "
-            "from it. Give its place now with --model FOLDER"
+            "from it",
+            remedy="give its place now with --model FOLDER",
+            path=path,
+            names=("config.json",),
         )
     OmegaConf.update(settings, f"{MODEL}.path", str(path))
     return Source(checkpoint=folder, config=to_config(settings), model=path)
@@ -90,18 +93,19 @@ def _strategy(folder: Path) -> str:
         description = json.loads(file.read_text())
         return str(description.get("backend", "megatron"))
     except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}); use another checkpoint of the run") from error
+        what = f"{file} is damaged ({error})"
+        raise CheckpointError(what, remedy="use another checkpoint of the run", path=folder) from error
 
 
 def _read_config(file: Path) -> DictConfig:
     try:
         config = OmegaConf.load(file)
     except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(
-            f"the configuration of the run, {file}, cannot be read ({error}); give it with --config FILE"
-        ) from error
+        what = f"the configuration of the run, {file}, cannot be read ({error})"
+        raise ConfigError(what, remedy="give it with --config FILE", keys=("--config",)) from error
     if not isinstance(config, DictConfig):
-        raise ConfigError(f"{file} is not a configuration of a run; give the config.yaml of the run with --config FILE")
+        remedy = "give the config.yaml of the run with --config FILE"
+        raise ConfigError(f"{file} is not a configuration of a run", remedy=remedy, keys=("--config",))
     return config
 
 
@@ -113,9 +117,10 @@ def _select(config: DictConfig, key: str, file: Path) -> str:
     try:
         value = OmegaConf.select(config, key, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{file}: {key} cannot be resolved ({error}); give --model FOLDER") from error
+        what = f"{file}: {key} cannot be resolved ({error})"
+        raise ConfigError(what, remedy="give --model FOLDER", keys=(key,)) from error
     if value is None:
-        raise ConfigError(f"{file} has no {key}; give --model FOLDER")
+        raise ConfigError(f"{file} has no {key}", remedy="give --model FOLDER", keys=(key,))
     return str(value)
 
 

@@ -64,8 +64,9 @@ def write_adapter(source: Source, out: Path) -> None:
     actor = source.config.actor_rollout_ref.actor
     if not actor.lora.rank or actor.strategy != "fsdp":
         raise CheckpointError(
-            f"--adapter: {source.checkpoint} was trained without LoRA (actor_rollout_ref.actor.lora.rank); export the "
-            "complete weights without --adapter"
+            f"--adapter: {source.checkpoint} was trained without LoRA (actor_rollout_ref.actor.lora.rank)",
+            remedy="export the complete weights without --adapter",
+            path=source.checkpoint,
         )
     with loaded(source) as backend:
         files = {name.removeprefix(ADAPTER): content for name, content in backend.extra_files().items()}
@@ -85,8 +86,9 @@ def loaded(source: Source) -> Iterator[Backend]:
     description = read_description(path)
     if "model" not in description.get("contents", ["model"]):
         raise CheckpointError(
-            f"{path} has no weights, only {', '.join(description['contents'])} (checkpoint.save_contents of the run); "
-            "if the checkpoint has a folder huggingface, use it"
+            f"{path} has no weights, only {', '.join(description['contents'])} (checkpoint.save_contents of the run)",
+            remedy="if the checkpoint has a folder huggingface, use it",
+            path=path,
         )
     spec = RankSpec(rank=0, world_size=1, local_rank=0, device="cpu", rendezvous=dist.HashStore())
     backend = build_backend(source.config, spec)
@@ -108,7 +110,8 @@ def _run_at(out: Path) -> Callable[[Callable[[], None], str | None], None]:
                 return function()
         except OSError as error:
             failure = str(error)
-        raise CheckpointError(f"{out} cannot be written: {failure}; check disk, memory and permissions")
+        what = f"{out} cannot be written: {failure}"
+        raise CheckpointError(what, remedy="check disk, memory and permissions", path=out)
 
     return run
 

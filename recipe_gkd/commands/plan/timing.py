@@ -121,7 +121,8 @@ def estimate_timing(
         ModelError: The FLOPs of the student or of the teacher are unknown.
     """
     if config.trainer.device == "cpu":
-        raise ConfigError("--timing predicts runs on GPUs; got trainer.device=cpu, set trainer.device=cuda")
+        what = "--timing predicts runs on GPUs; got trainer.device=cpu"
+        raise ConfigError(what, remedy="set trainer.device=cuda", keys=("--timing", "trainer.device"))
     name = device_name or _gpu_name()
     settings = config.actor_rollout_ref
     dims = read_student_dims(settings.model.path, config)
@@ -176,7 +177,8 @@ def read_teacher(config: Config, folder: str | None, n_gpus: int | None) -> Teac
     key = "--teacher-model" if folder else "actor_rollout_ref.teacher.model_path"
     given = folder or settings.model_path
     if given is None:
-        raise ConfigError("--timing needs the size of the teacher; give a folder with its config.json: --teacher-model")
+        remedy = "give a folder with its config.json: --teacher-model"
+        raise ConfigError("--timing needs the size of the teacher", remedy=remedy, keys=("--teacher-model",))
     path = find_model(given, key)
     is_family = read_config_json(path).get("model_type") in FAMILIES
     dims: StudentDims = read_model_dims(path) if is_family else read_causal_lm_dims(path)
@@ -197,8 +199,9 @@ def device_rates(name: str, dtype: str) -> DeviceRates:
     if tflops is None or bandwidth is None:
         known = ", ".join(" ".join(words) for words in PEAKS if words in MEMORY_TB_PER_S)
         raise ConfigError(
-            f"the peak rates of the device {name!r} are unknown; give a name with the words of a known one, such as "
-            f"--device-name 'NVIDIA H100 80GB HBM3'; known: {known}"
+            f"the peak rates of the device {name!r} are unknown; known: {known}",
+            remedy="give a name with the words of a known one, such as --device-name 'NVIDIA H100 80GB HBM3'",
+            keys=("--device-name",),
         )
     return DeviceRates(name=name, flops=tflops * 1e12, bandwidth=bandwidth * 1e12)
 
@@ -220,7 +223,7 @@ def mean_workload(config: Config) -> Workload:
 def ensure_flops_known(dims: StudentDims, config: Config) -> None:
     """Raise ModelError if the FLOPs of a model are unknown."""
     if problem := dims.flops_problem(config.data.max_prompt_length + config.data.max_response_length):
-        raise ModelError(f"--timing cannot predict this model: {problem}; leave --timing out")
+        raise ModelError(f"--timing cannot predict this model: {problem}", remedy="leave --timing out")
 
 
 def sync_seconds(n_bytes: float, transport: str, bucket_megabytes: float) -> float:
@@ -241,7 +244,9 @@ def sync_seconds(n_bytes: float, transport: str, bucket_megabytes: float) -> flo
 def _gpu_name() -> str:
     if not (names := query_gpus("name").splitlines()):
         raise ConfigError(
-            "this machine has no GPU whose name can be read; give it, such as --device-name 'NVIDIA H100 80GB HBM3'"
+            "this machine has no GPU whose name can be read",
+            remedy="give it, such as --device-name 'NVIDIA H100 80GB HBM3'",
+            keys=("--device-name",),
         )
     return names[0]
 

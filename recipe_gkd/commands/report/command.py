@@ -55,6 +55,5 @@ def write_report(run: Path, out: Path) -> None:
         draft.write_text(page, encoding="utf-8")
         draft.replace(out)
     except OSError as error:
-        raise ConfigError(
-            f"--out {out} cannot be written ({error.strerror}); choose a file in a writable folder"
-        ) from error
+        what = f"--out {out} cannot be written ({error.strerror})"
+        raise ConfigError(what, remedy="choose a file in a writable folder", keys=("--out",)) from error

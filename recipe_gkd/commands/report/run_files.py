@@ -139,7 +139,8 @@ def read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Series], list[
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror}); expected the folder of a run with {METRICS}, which is written "
-            "if trainer.logger has jsonl"
+            "if trainer.logger has jsonl",
+            file=path,
         ) from error
     columns: dict[str, tuple[array[float], array[float]]] = {}
     recent: deque[Mapping[str, float]] = deque(maxlen=MAX_RECENT_STEPS)
@@ -163,7 +164,8 @@ def read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Series], list[
                 steps.append(step)
                 values.append(value)
     if not recent:
-        raise DataError(f"{path} has no complete step; wait for the first step, or read {path.with_name(LOG)}")
+        remedy = f"wait for the first step, or read {path.with_name(LOG)}"
+        raise DataError(f"{path} has no complete step", remedy=remedy, file=path)
     if n_damaged:
         notes.append(f"{n_damaged} line(s) of {METRICS} cannot be read and are left out.")
     if not_finite:

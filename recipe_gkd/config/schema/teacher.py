@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_NODES, MAX_STEPS, MAX_TEACHER_WAIT_S
 from recipe_gkd.config.schema.fields import STRICT, SourcePath, UserPath, key, timeout
+from recipe_gkd.errors import ConfigError
 from teacher import WireDtype
 from teacher.client import MAX_CONNECTIONS
 
@@ -39,7 +40,10 @@ def _as_entry(value: Any) -> Any:
         return {"address": value}
     names = [field.name for field in dataclasses.fields(TeacherEntry)]
     if not isinstance(value, dict) or "address" not in value or set(value) - set(names):
-        raise ValueError(f"expected host:port, or a mapping with address and any of {', '.join(names[1:])}; correct it")
+        raise ConfigError(
+            f"got {value!r}; expected host:port, or a mapping with address and any of {', '.join(names[1:])}",
+            remedy="correct it",
+        )
     return value
 
 

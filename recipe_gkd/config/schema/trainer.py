@@ -31,7 +31,9 @@ def _check_logger(value: str) -> str:
         split_spec(value, key="trainer.logger", example="loggers.py:MyLogger")
     except ConfigError as error:
         choices = ", ".join(BUILT_IN_LOGGERS)
-        raise ValueError(f"expected one of {choices}, or FILE.py:Name for a logger class of your own") from error
+        raise ConfigError(
+            f"got {value!r}; expected one of {choices}, or FILE.py:Name for a logger class of your own"
+        ) from error
     return value
 
 
@@ -48,7 +50,9 @@ ProfiledRank = Annotated[int, Field(ge=0, le=MAX_NODES * MAX_DEVICES - 1)]
 
 def _to_text(value: Any) -> Any:
     if isinstance(value, bool):
-        raise ValueError(f"got {value}; an environment variable is a text, so quote it, or write 1 or 0")
+        raise ConfigError(
+            f"got {value}, but the value of an environment variable is a text", remedy="quote it, or write 1 or 0"
+        )
     return str(value) if isinstance(value, int | float) else value
 
 

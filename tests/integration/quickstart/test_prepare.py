@@ -15,6 +15,7 @@ from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES, Recipe, Role, gr
 from recipe_gkd.quickstart.prepare import RECORD, SIZES, prepare
 from recipe_gkd.quickstart.task import make_splits
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from tests._support.errors import raises
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -58,8 +59,9 @@ def test_prepare_again_replaces_only_an_incomplete_folder(prepared: Path, instan
 def test_prepare_model_outside_its_band_raises_without_its_folder(tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=1, max_steps=1)
     others = set(multiprocessing.active_children())
-    with pytest.raises(ModelError, match=r"the student was not made: ModelError: got .* after 1 steps"):
+    with raises(ModelError, path=tmp_path / "student") as caught:
         prepare(tmp_path, recipes={"student": recipe}, timeout_s=100)
+    assert isinstance(caught.value.__cause__, ModelError)
     assert not (tmp_path / "student").exists()
     assert set(multiprocessing.active_children()) <= others
 
@@ -79,13 +81,13 @@ def test_packaged_weights_have_the_recorded_accuracy(role: Role, tmp_path: Path)
 
 
 def test_prepare_fresh_trains_although_there_are_packaged_weights(tmp_path: Path) -> None:
-    with pytest.raises(DeadlineError, match=r"training of the student .* --timeout-s"):
+    with raises(DeadlineError, silent=("student",), waited_s=0.1):
         prepare(tmp_path, fresh=True, recipes={"student": RECIPES["student"]}, timeout_s=0.1)
 
 
 def test_prepare_missed_deadline_names_the_models_and_ends_their_processes(tmp_path: Path) -> None:
     others = set(multiprocessing.active_children())
-    with pytest.raises(DeadlineError, match="training of the teacher and student"):
+    with raises(DeadlineError, silent=("teacher", "student"), waited_s=0.1):
         prepare(tmp_path, seed=1, timeout_s=0.1)
     assert set(multiprocessing.active_children()) <= others
     assert [path.name for path in tmp_path.iterdir() if path.name in RECIPES] == []

@@ -8,6 +8,7 @@ import pytest
 
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.report import RunResults, build_report, main, read_metrics, render
+from tests._support.errors import raises
 
 
 def _evaluation(accuracy: float, n: int = 200) -> dict[str, Any]:
@@ -82,14 +83,14 @@ def test_build_report_metrics_without_a_step_raises(metrics: list[dict[str, Any]
 
 
 def test_build_report_evaluations_of_different_problems_raises() -> None:
-    with pytest.raises(DataError, match="same --data and --limit"):
+    with raises(DataError, column="n"):
         build_report(_results([_step(1)], evaluations=EVALUATIONS | {"after": _evaluation(0.9, n=100)}))
 
 
 def test_read_metrics_truncated_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text(json.dumps(_step(1)) + '\n\n{"training/glob')
-    with pytest.raises(DataError, match="line 3"):
+    with raises(DataError, file=file, line=3):
         read_metrics(file)
 
 

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from recipe_gkd.commands.evaluate.command import _record_writer, score_and_save
 from recipe_gkd.errors import RewardError
 from recipe_gkd.rewards import RewardScorer
+from tests._support.errors import raises
 from tests._support.reward_files import item, reward_file, settings
 
 ITEMS = [item(0, "1"), item(1, "no number"), item(2, "3")]
@@ -33,6 +32,6 @@ def test_skip_scores_the_other_responses(tmp_path: Path) -> None:
 
 def test_failed_scoring_keeps_the_responses(tmp_path: Path) -> None:
     output = tmp_path / "responses.jsonl"
-    with pytest.raises(RewardError, match="could not convert string to float"):
+    with raises(RewardError, uid=1, kind="exception"):
         score(reward_file(tmp_path, "return float(response)"), "fail", output)
     assert [json.loads(line)["response"] for line in output.read_text().splitlines()[1:]] == ["1", "no number", "3"]

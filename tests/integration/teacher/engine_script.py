@@ -7,6 +7,7 @@ logits. "chunks" are the rows of logits that vLLM's V2 runner computes at a time
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -67,7 +68,7 @@ def score(engine: VllmEngine, added: list[TeacherSequence]) -> dict[str, Any]:
     while engine.has_work():
         for key, result in engine.step():
             if isinstance(result, TeacherError):
-                found[f"{key}/error"] = str(result)
+                found[f"{key}/error"] = as_json(result)
             else:
                 found |= {f"{key}/{name}": array for name, array in vars(result).items()}
     scheduler._preempt_request = preempt
@@ -148,11 +149,16 @@ def chunks_of_v2_runner(n_rows: int, n_tokens: int) -> list[int]:
 
 
 def refusal(make: Any) -> str:
+    """Return the error of a call as JSON, an empty object if there is none."""
     try:
         make()
     except TeacherError as error:
-        return str(error)
-    return ""
+        return as_json(error)
+    return "{}"
+
+
+def as_json(error: TeacherError) -> str:
+    return json.dumps({"type": type(error).__name__, **vars(error)}, default=str)
 
 
 def main(model: str, out: str) -> None:

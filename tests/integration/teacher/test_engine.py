@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -30,6 +31,12 @@ from tests.integration.teacher.engine_script import (
 )
 
 pytestmark = pytest.mark.timeout(120)
+
+
+def error_of(scored: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the fields of an error in the results of ``engine_script``."""
+    found: dict[str, Any] = json.loads(str(scored[name]))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +113,9 @@ def test_engine_padded_output_layer_agrees_with_transformers_without_padding(
 
 def test_engine_padding_ids_are_rejected(scored: dict[str, Any]) -> None:
     assert scored["n_tokens"] == N_TOKENS
-    assert "token id 83 is outside the teacher's vocabulary of 83" in str(scored["padding/error"])
-    assert "N_LOGPROBS must be 1 to the model's vocabulary size 83" in str(scored["k/error"])
+    padding, k = error_of(scored, "padding/error"), error_of(scored, "k/error")
+    assert (padding["type"], padding["argument"]) == ("TeacherRequestError", "token_ids")
+    assert (k["type"], k["options"]) == ("TeacherSetupError", ["N_LOGPROBS"])
 
 
 def test_engine_excluded_ids_have_no_probability(response_logits: Logits, scored: dict[str, Any]) -> None:
@@ -116,8 +124,8 @@ def test_engine_excluded_ids_have_no_probability(response_logits: Logits, scored
         few_TV = response_logits(FEW[key])[:, :N_FEW]
         assert_scores(scored, f"few/{key}", FEW[key], few_TV - log_mass(few_TV))
         assert np.asarray(scored[f"few/{key}/topk_ids_TK"]).max() < N_FEW
-    assert "token id 70 is outside the vocabulary of the request of 70" in str(scored["few/error"])
-    assert "the request has 7 ids with a probability; expected at least N_LOGPROBS=8" in str(scored["too few/error"])
+    assert error_of(scored, "few/error")["argument"] == "token_ids"
+    assert error_of(scored, "too few/error")["argument"] == "n_ids"
 
 
 def test_engine_kv_cache_for_one_scores_many_without_preemption(
@@ -133,7 +141,8 @@ def test_engine_sequence_rejected_by_vllm_gets_its_error_alone(scored: dict[str,
     assert [name for name in scored if name.startswith("smallest/") and name.endswith("/error")] == [
         f"smallest/{REFUSED}/error"
     ]
-    assert "ValueError: no room for request 4" in str(scored[f"smallest/{REFUSED}/error"])
+    refused = error_of(scored, f"smallest/{REFUSED}/error")
+    assert refused["type"] == "TeacherRequestError" and "ValueError: no room for request 4" in refused["what"]
     assert f"smallest/{REFUSED}/topk_ids_TK" not in scored and not scored["smallest/has work"]
 
 
@@ -142,15 +151,16 @@ def test_engine_discarded_sequence_has_no_result(scored: dict[str, Any]) -> None
 
 
 def test_engine_too_small_kv_cache_raises_at_start(scored: dict[str, Any]) -> None:
-    for named in ("KV_CACHE_MIB=1", "MAX_MODEL_LEN=896", "MAX_MODEL_LEN to 895 or less"):
-        assert named in str(scored["kv cache/error"])
+    refused = error_of(scored, "kv cache/error")
+    assert refused["type"] == "TeacherSetupError" and "KV_CACHE_MIB" in refused["options"]
+    assert "MAX_MODEL_LEN to 895 or less" in refused["remedy"], "the number is read from vLLM's text"
 
 
-def test_engine_too_large_result_is_rejected_with_its_size(scored: dict[str, Any]) -> None:
+def test_engine_too_large_result_is_rejected_with_the_options(scored: dict[str, Any]) -> None:
     size_mib = ResultMemory(N_TOKENS, id_bytes=4, max_bytes=2**20).bytes_of(TOO_LARGE) / 2**20
-    size = f"the result of 1000 tokens, 800 of them scored, takes {size_mib:.1f} MiB"
-    assert size_mib > 1 and size in str(scored["result/error"])
-    assert "the limit is MAX_RESULT_MIB=1;" in str(scored["result/error"])
+    refused = error_of(scored, "result/error")
+    assert size_mib > 1 and refused["argument"] == "token_ids"
+    assert refused["options"] == ["N_LOGPROBS", "MAX_RESULT_MIB"]
 
 
 def test_engine_float32_head_returns_logits_without_rounding_to_16_bits(scored: dict[str, Any]) -> None:
@@ -170,14 +180,14 @@ def test_engine_woken_returns_the_same_scores(scored: dict[str, Any]) -> None:
 
 
 def test_engine_with_one_changed_weight_refuses_to_wake(scored: dict[str, Any]) -> None:
-    error = str(scored["woken/wake error"])
-    assert "the checksums differ of lm_head.weight of rank 0, of" in error
+    error = error_of(scored, "woken/wake error")
+    assert (error["type"], error["tensors"]) == ("TeacherModelDamaged", ["lm_head.weight of rank 0"])
     assert scored["woken/checksums"] > 10
 
 
 def test_engine_with_uniform_scores_refuses_to_wake(scored: dict[str, Any]) -> None:
-    error = str(scored["woken/uniform error"])
-    assert "the teacher is not the same after its wake-up: log-probabilities of the probe differ" in error
+    error = error_of(scored, "woken/uniform error")
+    assert (error["type"], error["tensors"]) == ("TeacherModelDamaged", []), "only the probe differs"
 
 
 def test_engine_logit_rows_are_those_that_vllm_computes_at_a_time(scored: dict[str, Any]) -> None:

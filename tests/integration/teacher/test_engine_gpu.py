@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -59,4 +60,5 @@ def test_engine_on_gpu_releases_its_memory_and_is_verified(tmp_path: Path) -> No
     assert abs(found["restored"] - found["released"]) < 0.1 * found["kv cache"]
     for name in [name for name in found if name.startswith("before/")]:
         np.testing.assert_allclose(found[name.replace("before/", "after/")], found[name], atol=0.05)
-    assert "the weights of the teacher are not the same after its wake-up" in str(found["wake error"])
+    error = json.loads(str(found["wake error"]))
+    assert error["type"] == "TeacherModelDamaged" and error["tensors"]

@@ -9,7 +9,8 @@ import pytest
 
 from teacher.engines.base import EngineConfig
 from teacher.engines.vllm_internals import plan_engine
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
+from tests._support.errors import raises
 
 LONGEST, WITHOUT_REQUEST = 131_072, 4096
 
@@ -51,5 +52,5 @@ def test_long_rope_length_is_the_requested_one(long_rope_model: Path, requested:
 
 
 def test_length_above_the_maximum_of_vllm_raises_with_it(long_rope_model: Path) -> None:
-    with pytest.raises(TeacherError, match=rf"^MAX_MODEL_LEN={LONGEST + 1}, but .* takes at most {LONGEST} tokens"):
+    with raises(TeacherSetupError, options=("MAX_MODEL_LEN",), path=long_rope_model):
         engine_length(long_rope_model, LONGEST + 1)

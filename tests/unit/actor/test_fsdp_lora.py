@@ -169,18 +169,19 @@ class TestDropout:
 
 class TestConfig:
     @pytest.mark.parametrize(
-        ("overrides", "message"),
+        ("overrides", "key"),
         [
-            ([f"{LORA}.rank=8"], "lora.rank=8 with .*strategy=megatron: .* set .*strategy=fsdp, or .*lora.rank=null"),
-            ([FSDP, f"{LORA}.target_modules=[q_proj]"], "target_modules=.* has no effect with .*rank=null"),
-            ([FSDP, f"{LORA}.dropout=0.1", f"{LORA}.rank=0"], "dropout=0.1 has no effect with .*rank=0"),
-            ([FSDP, f"{LORA}.rank=8", f"{LORA}.target_modules=[]"], "no layer gets an adapter"),
-            ([FSDP, f"{LORA}.rank=8", f"{LORA}.dropout=0.1", "gkd.distill_loss_type=k1"], "set .*lora.dropout=0"),
+            ([f"{LORA}.rank=8"], "rank"),
+            ([FSDP, f"{LORA}.target_modules=[q_proj]"], "target_modules"),
+            ([FSDP, f"{LORA}.dropout=0.1", f"{LORA}.rank=0"], "dropout"),
+            ([FSDP, f"{LORA}.rank=8", f"{LORA}.target_modules=[]"], "target_modules"),
+            ([FSDP, f"{LORA}.rank=8", f"{LORA}.dropout=0.1", "gkd.distill_loss_type=k1"], "dropout"),
         ],
     )
-    def test_setting_without_effect_is_refused(self, overrides: list[str], message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
+    def test_setting_without_effect_is_refused(self, overrides: list[str], key: str) -> None:
+        with raises(ConfigError) as caught:
             base_config(*overrides)
+        assert f"{LORA}.{key}" in caught.value.keys
 
     @pytest.mark.parametrize("overrides", [[], [f"{LORA}.rank=8", f"{LORA}.dropout=0.1"], [f"{LORA}.rank=0"]])
     def test_working_setting_is_accepted(self, overrides: list[str]) -> None:

@@ -96,19 +96,19 @@ class TestTransformerConfig:
         assert config.moe_router_dtype == "fp32"
 
     @pytest.mark.parametrize(
-        ("override", "reason"),
+        "override",
         [
-            ("attention_backend=unfused", "it is chosen for the GPU"),
-            ("transformer_impl=local", r"it is the key .*\.megatron\.transformer_impl"),
-            ("context_parallel_size=2", r"it is the key .*\.megatron\.context_parallel_size"),
-            ("params_dtype=float16", r"it follows from the key .*\.megatron\.dtype"),
-            ("window_size=[64,0]", "the rollout engine must compute the same model"),
-            ("attention_dropout=0.1", "no such noise"),
-            ("use_te_activation_func=true", "the actor chooses the activation"),
+            "attention_backend=unfused",
+            "transformer_impl=local",
+            "context_parallel_size=2",
+            "params_dtype=float16",
+            "window_size=[64,0]",
+            "attention_dropout=0.1",
+            "use_te_activation_func=true",
         ],
     )
-    def test_override_of_chosen_option_is_refused(self, override: str, reason: str, build: Build) -> None:
-        with pytest.raises(ConfigError, match=f"{override.split('=')[0]}=.* is not allowed, because .*{reason}"):
+    def test_override_of_chosen_option_is_refused(self, override: str, build: Build) -> None:
+        with raises(ConfigError, keys=(f"{OVERRIDE}.{override.split('=')[0]}",)):
             build(CPU, f"+{OVERRIDE}.{override}")
 
     def test_refused_overrides_are_fields_of_megatron(self) -> None:

@@ -128,7 +128,7 @@ class TestEnsureLayoutFits:
             "data.max_prompt_length=16", "data.max_response_length=16", ranks=3,
         )  # fmt: skip
         refusal = raises(ConfigError, keys=CONTEXT_KEYS)
-        next_check = raises(ModelError, path=folders["llama"] / "tokenizer_config.json")
+        next_check = raises(ModelError, path=folders["llama"])
         with refusal if is_refused else next_check:
             read_student(config)
 

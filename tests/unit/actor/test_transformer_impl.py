@@ -108,7 +108,7 @@ class TestResolve:
     def test_resolve_transformer_engine_on_cpu_is_refused(self) -> None:
         with raises(ConfigError, keys=(KEY, "trainer.device")):
             resolve_transformer_impl("transformer_engine", "cpu")
-        with pytest.raises(ConfigError, match=r"transformer_impl=transformer_engine with trainer\.device=cpu"):
+        with raises(ConfigError, keys=(KEY, "trainer.device")):
             base_config(f"{MEGATRON}.transformer_impl=transformer_engine", "trainer.device=cpu")
 
     def test_newer_version_is_used_with_warning(self, install: Install) -> None:

@@ -81,7 +81,7 @@ def test_held_out_rows_depend_on_the_seed_and_share_no_prompt(
     [
         ("gsm8k", {"question": "1?", "answer": "18"}, [], "row 0 of .*'18' does not end with '#### <number>'"),
         ("gsm8k", {"question": "1?", "solution": "18"}, [], "there is no column 'answer'; the files have: question"),
-        ("csv", {"question": "1?"}, [], "has no column 'prompt'; it has: question. Name it with --prompt-column"),
+        ("csv", {"question": "1?"}, [], "has no column 'prompt'; it has: question; name it with --prompt-column"),
         ("csv", {"prompt": "1?"}, ["--response-column", "answer"], "there is no column 'answer'.*--response-column"),
         ("csv", {"prompt": "1?"}, ["--val-fraction", "1"], "--val-fraction 1: expected a fraction from 0"),
         ("csv", {"prompt": " "}, [], "no row of the files has a prompt; correct the files"),
@@ -202,4 +202,4 @@ def test_gsm8k_row_without_question_is_named(tmp_path: Path, capsys: pytest.Capt
     file = write(tmp_path / "a.jsonl", [{"question": "q", "answer": "#### 2"}, chat])
     assert main(["prepare", "gsm8k", file, "--output", str(tmp_path)]) == 1
     message = capsys.readouterr().err
-    assert "the question is None; expected a text. Correct or remove the row" in message and "bug" not in message
+    assert "the question is None; expected a text; correct or remove the row" in message and "bug" not in message

@@ -184,7 +184,7 @@ class TestDoctor:
         assert_problem(found, "devices", "has 1 CPU slots, expected 2", "raise ray_init.num_cpus")
         assert_problem(found, "ports", "cannot be used for /metrics", "0 for a free one")
         assert_problem(found, "run folder", "is a file", "choose a folder of your own")
-        assert_problem(found, "data.train_files", "has no column 'question'", "Set data.prompt_key")
+        assert_problem(found, "data.train_files", "has no column 'question'", "set data.prompt_key")
         assert_problem(found, "teacher default", "Connection refused", "teacher/start_server.sh")
 
     def test_ray_address_without_cluster_is_found(

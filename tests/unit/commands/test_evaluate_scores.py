@@ -13,6 +13,7 @@ from recipe_gkd.commands.evaluate.command import _parser, build_config, main, mo
 from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, difference, mean_and_error, render, scores_of
 from recipe_gkd.errors import CheckpointError, ConfigError, ModelError
 from recipe_gkd.rollout.offline_engine import limit_to_model
+from tests._support.errors import raises
 
 
 def make_evaluation(rewards_PN: list[list[float]] | None, model: str = "m", sources: str = "aabb") -> Evaluation:
@@ -97,12 +98,12 @@ class TestArguments:
         function = build_config(args, []).custom_reward_function
         assert (function.path, function.name) == ("x/r.py", "score")
         args.reward = "r.txt"
-        with pytest.raises(ConfigError, match=r"expected FILE\.py or FILE\.py:function"):
+        with raises(ConfigError, keys=("--reward",)):
             build_config(args, [])
 
     def test_equal_responses_are_refused(self) -> None:
         args = _parser().parse_args(["a", "--data", "d", "--n", "4", "--temperature", "0"])
-        with pytest.raises(ConfigError, match="all responses would be equal"):
+        with raises(ConfigError, keys=("--n", "--temperature")):
             sampling_of(args, build_config(args, []))
 
     def test_checkpoint_means_its_hugging_face_folder(self, tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ class TestArguments:
         assert model_folder(tmp_path / "global_step_3") == folder == model_folder(folder)
         with pytest.raises(CheckpointError, match="has no complete checkpoint"):
             model_folder(tmp_path)
-        with pytest.raises(ModelError, match="recipe_gkd export"):
+        with raises(ModelError):
             model_folder(tmp_path / "other")
 
     def test_length_is_limited_by_the_model(self, tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from recipe_gkd.commands.export.command import check_out
 from recipe_gkd.commands.export.source import find_source, with_float32
 from recipe_gkd.errors import CheckpointError, ConfigError, ModelError
+from tests._support.errors import raises
 
 
 def make_checkpoint(run: Path, step: int = 4, **description: Any) -> Path:
@@ -51,21 +51,21 @@ class TestFindSource:
     def test_moved_model_folder_is_named_with_the_option(self, tmp_path: Path) -> None:
         run = make_run(tmp_path)
         (tmp_path / "model").rename(tmp_path / "moved")
-        with pytest.raises(ModelError, match="--model FOLDER"):
+        with raises(ModelError, path=tmp_path / "model", names=("config.json",)):
             find_source(run)
         assert find_source(run, tmp_path / "moved").config.actor_rollout_ref.model.path == str(tmp_path / "moved")
 
     def test_missing_configuration_is_named_with_the_option(self, tmp_path: Path) -> None:
         run = make_run(tmp_path)
         (run / "config.yaml").rename(tmp_path / "config.yaml")
-        with pytest.raises(ConfigError, match="--config FILE"):
+        with raises(ConfigError, keys=("--config",)):
             find_source(run)
         assert find_source(run, config_file=tmp_path / "config.yaml").checkpoint == run / "global_step_4"
 
     def test_damaged_description_is_an_error(self, tmp_path: Path) -> None:
         run = make_run(tmp_path)
         (run / "global_step_4" / "actor" / "metadata.json").write_text("{")
-        with pytest.raises(CheckpointError, match=r"metadata\.json is damaged"):
+        with raises(CheckpointError, path=run / "global_step_4"):
             find_source(run)
 
 
@@ -76,6 +76,6 @@ class TestCheckOut:
 
     def test_files_are_never_replaced(self, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("")
-        for path, reason in ((tmp_path, "is not empty"), (tmp_path / "notes.txt", "is a file")):
-            with pytest.raises(CheckpointError, match=reason):
+        for path in (tmp_path, tmp_path / "notes.txt"):
+            with raises(CheckpointError, path=path):
                 check_out(path)

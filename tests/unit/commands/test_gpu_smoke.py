@@ -88,7 +88,7 @@ class TestContext:
     ) -> None:
         context = Context(device="cpu", n_gpus=0, folder=tmp_path, deadline_s=1)
         if fails:
-            with pytest.raises(CheckFailed, match=r"loss: got an error of .*, expected at most 1"):
+            with pytest.raises(CheckFailed):
                 context.compare("loss", error, 1.0)
         else:
             context.compare("loss", error, 1.0)

@@ -17,6 +17,7 @@ from recipe_gkd.losses.registry import loss_names, sampled_token_loss_names
 from recipe_gkd.losses.sampled_token import IMPORTANCE_MODES
 from tests._support import custom_losses
 from tests._support.base_config import base_config
+from tests._support.errors import raises
 
 CHOICES = {
     "gkd.distill_loss_type": loss_names(),
@@ -40,8 +41,9 @@ class TestEnumeratedKeys:
 
     @pytest.mark.parametrize("key", CHOICES)
     def test_other_value_is_refused_with_the_choices(self, key: str) -> None:
-        with pytest.raises(ConfigError, match=f"{key}: got 'other'; expected one of {', '.join(CHOICES[key])}"):
+        with raises(ConfigError, keys=(key,)) as caught:
             base_config(f"{key}=other")
+        assert ", ".join(CHOICES[key]) in str(caught.value)
 
     @pytest.mark.parametrize("key", CHOICES)
     def test_reference_table_lists_the_choices(self, key: str) -> None:
@@ -64,22 +66,22 @@ class TestCustomLoss:
         assert gkd.custom_loss.path == str(FILE.resolve()) and uses_custom_loss(gkd)
 
     @pytest.mark.parametrize(
-        ("path", "name", "message"),
+        ("path", "name", "keys"),
         [
-            ("missing.py", "forward_kl", "gkd.custom_loss: there is no file .*missing.py"),
-            (FILE, "missing", "custom_losses.py does not define missing; it defines"),
-            (FILE, "detached_loss", "detached_loss of .* returned loss_T without a gradient"),
-            (FILE, "null", "a custom loss needs both"),
-            ("null", "forward_kl", "a custom loss needs both"),
+            ("missing.py", "forward_kl", ("gkd.custom_loss",)),
+            (FILE, "missing", ("gkd.custom_loss",)),
+            (FILE, "detached_loss", ("gkd.custom_loss",)),
+            (FILE, "null", ("gkd.custom_loss.path", "gkd.custom_loss.name")),
+            ("null", "forward_kl", ("gkd.custom_loss.path", "gkd.custom_loss.name")),
         ],
     )
-    def test_invalid_custom_loss_is_refused(self, path: object, name: str, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
+    def test_invalid_custom_loss_is_refused(self, path: object, name: str, keys: tuple[str, ...]) -> None:
+        with raises(ConfigError, keys=keys):
             base_config(f"gkd.custom_loss.path={path}", f"gkd.custom_loss.name={name}")
 
     def test_group_baseline_has_no_effect_and_is_refused(self) -> None:
         custom = [f"gkd.custom_loss.path={FILE}", "gkd.custom_loss.name=forward_kl"]
-        with pytest.raises(ConfigError, match=r"gkd.baseline=group has no effect on a custom loss"):
+        with raises(ConfigError, keys=("gkd.baseline", "gkd.custom_loss.path")):
             base_config(*custom, "gkd.baseline=group", "gkd.distill_loss_type=k1", "actor_rollout_ref.rollout.n=4")
 
     def test_advantages_without_policy_loss_are_accepted(self) -> None:

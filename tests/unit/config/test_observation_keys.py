@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from recipe_gkd.config.durations import duration_s, to_clock
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import base_config
+from tests._support.errors import raises
 
 
 class TestDuration:
@@ -20,7 +19,7 @@ class TestDuration:
 
     @pytest.mark.parametrize("text", ["", "90", "30:00", "1:60:00", "00:00:00", "1-2", "-1:00:00", "1h"])
     def test_other_forms_are_refused(self, text: str) -> None:
-        with pytest.raises(ValueError, match="got"):
+        with pytest.raises(ConfigError):
             duration_s(text)
 
     def test_number_of_yaml_is_a_time(self) -> None:
@@ -37,15 +36,15 @@ class TestKeys:
         assert base_config("trainer.save_before=13800").trainer.save_before == "03:50:00"
 
     @pytest.mark.parametrize(
-        ("overrides", "message"),
+        ("overrides", "keys"),
         [
-            (["trainer.save_before=30m"], "expected HH:MM:SS or D-HH:MM:SS"),
-            (["trainer.save_before=01:00:00", "trainer.save_freq=-1"], "the run saves no checkpoints"),
-            (["trainer.profile.steps=[1]", "trainer.profile.ranks=[0,2]"], "the actor has the ranks 0 to 0; remove 2"),
-            (["trainer.profile.steps=[0]"], "trainer.profile.steps"),
-            (["trainer.metrics_port=65536"], "trainer.metrics_port"),
+            (["trainer.save_before=30m"], ("trainer.save_before",)),
+            (["trainer.save_before=01:00:00", "trainer.save_freq=-1"], ("trainer.save_before", "trainer.save_freq")),
+            (["trainer.profile.steps=[1]", "trainer.profile.ranks=[0,2]"], ("trainer.profile.ranks",)),
+            (["trainer.profile.steps=[0]"], ("trainer.profile.steps",)),
+            (["trainer.metrics_port=65536"], ("trainer.metrics_port",)),
         ],
     )
-    def test_refused_values_are_named(self, overrides: list[str], message: str) -> None:
-        with pytest.raises(ConfigError, match=re.escape(message)):
+    def test_refused_values_are_named(self, overrides: list[str], keys: tuple[str, ...]) -> None:
+        with raises(ConfigError, keys=keys):
             base_config(*overrides)

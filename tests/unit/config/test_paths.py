@@ -15,6 +15,7 @@ from recipe_gkd.config.load import compose_config, description, known_keys, to_c
 from recipe_gkd.config.schema.fields import expand_home
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import CONFIG_NAME, REQUIRED
+from tests._support.errors import raises
 
 PATH_TEXT = re.compile(r"\b(folders?|files?|FILE\.py|path)\b", re.IGNORECASE)
 NOT_PATHS = {
@@ -113,7 +114,7 @@ def test_home_in_data_files_is_expanded_at_the_start_of_a_path(
     home: Path, override: str, expected: list[str] | None
 ) -> None:
     if expected is None:
-        with pytest.raises(ConfigError, match="quote the value for Hydra"):
+        with raises(ConfigError, keys=("data.train_files",)):
             value_of("data.train_files", override)
     else:
         assert value_of("data.train_files", override) == [path.replace("{home}", str(home)) for path in expected]

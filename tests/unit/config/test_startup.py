@@ -7,6 +7,7 @@ import pytest
 from recipe_gkd.config.startup import startup_timeout_s
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import base_config
+from tests._support.errors import raises
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [((), (600, 1800)), (("trainer.startup_timeout_s=90",), (90, 90))])
@@ -23,16 +24,10 @@ class TestEnvironmentVariables:
         assert config.ray_init.env_vars == {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "eth0"}
 
     def test_boolean_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="quote it, or write 1 or 0"):
+        with raises(ConfigError, keys=("ray_init.env_vars.NCCL_IB_DISABLE",)):
             base_config("ray_init.env_vars.NCCL_IB_DISABLE=true")
 
-    @pytest.mark.parametrize(
-        ("name", "message"),
-        [
-            ("CUDA_VISIBLE_DEVICES", "is set by Ray or by this project for each worker; remove it"),
-            ("VLLM_HOST_IP", "each node needs its own; set VLLM_HOST_IP in the environment of `ray start`"),
-        ],
-    )
-    def test_variable_that_cannot_be_shared_is_refused(self, name: str, message: str) -> None:
-        with pytest.raises(ConfigError, match=f"ray_init.env_vars.{name} .*{message}"):
+    @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP"])
+    def test_variable_that_cannot_be_shared_is_refused(self, name: str) -> None:
+        with raises(ConfigError, keys=(f"ray_init.env_vars.{name}",)):
             base_config(f"ray_init.env_vars.{name}=1")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from tests._support.base_config import base_config
 from tests._support.data_sets import data_set_of
+from tests._support.errors import raises
 
 ROWS = [{"prompt": "1", "answer": "007"}, {"prompt": "2", "answer": "2020-01-01"}]
 
@@ -52,25 +54,25 @@ def test_final_assistant_message_is_the_response(tmp_path: Path, key: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "fields"),
     [
-        ("a.jsonl", "{", "cannot be read as jsonl"),
-        ("a.json", "[1]", "expected a list of objects"),
-        ("a.csv", "prompt,prompt\n1,2\n", "two columns are named prompt"),
-        ("a.csv", "", "cannot be read as csv"),
-        ("a.json", '{\n "data": []}', "expected a list of objects"),
-        ("a.jsonl", '{"n": 99999999999999999999}', "has no column 'prompt'; it has: n"),
-        ("a.json", "[]", "has no column 'prompt'"),
+        ("a.jsonl", "{", {"line": 1}),
+        ("a.json", "[1]", {"row": 0, "line": None}),
+        ("a.csv", "prompt,prompt\n1,2\n", {"column": "prompt", "existing": None}),
+        ("a.csv", "", {"line": 1}),
+        ("a.json", '{\n "data": []}', {"line": 1}),
+        ("a.jsonl", '{"n": 99999999999999999999}', {"column": "prompt", "existing": ("n",)}),
+        ("a.json", "[]", {"column": "prompt", "existing": ()}),
     ],
 )
-def test_unusable_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_unusable_file_is_named(tmp_path: Path, name: str, text: str, fields: dict[str, Any]) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=f"{name}.*{message}|{name}: {message}"):
+    with raises(DataError, file=tmp_path / name, **fields):
         read(tmp_path / name)
 
 
 def test_folder_without_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="contains no file with a suffix of"):
+    with raises(DataError, file=tmp_path):
         read(tmp_path)
 
 

@@ -26,6 +26,7 @@ from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItems
 from tests._support.base_config import base_config
+from tests._support.errors import raises
 
 CONFIG = base_config("data.tools_key=tools", "data.max_prompt_length=100000").data
 TOKENIZER = build_tokenizer()
@@ -194,45 +195,32 @@ def test_rows_of_csv_are_those_of_other_formats(tmp_path: Path, rows: list[Value
 
 
 TWO = [{"role": "user", "content": "1"}]
-BAD_MESSAGES: list[tuple[Any, str]] = [
-    (
-        [{"role": "user", "content": [{"type": "image", "text": None}]}],
-        r"message 0 \(role 'user'\) has a part of type 'image'",
-    ),
-    ([{"role": "user", "content": None}], r"the content of message 0 \(role 'user'\) is null"),
-    ([{"role": None, "content": "1"}], "message 0 has role None"),
-    ([{"from": "someone", "value": "1"}], "message 0 has from 'someone'"),
-    ([], "the prompt is .*expected a string, or a list"),
-    (str(TWO), r"looks like messages, but is no JSON .*not as str\(\) of a list"),
+BAD_MESSAGES: list[Any] = [
+    [{"role": "user", "content": [{"type": "image", "text": None}]}],
+    [{"role": "user", "content": None}],
+    [{"role": None, "content": "1"}],
+    [{"from": "someone", "value": "1"}],
+    [],
+    str(TWO),
 ]
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize(("bad", "message"), BAD_MESSAGES)
-def test_malformed_prompt_names_file_row_and_column(tmp_path: Path, name: str, bad: Any, message: str) -> None:
+@pytest.mark.parametrize("bad", BAD_MESSAGES)
+def test_malformed_prompt_names_file_row_and_column(tmp_path: Path, name: str, bad: Any) -> None:
     good = "1" if isinstance(bad, str) else as_parts(TWO) if bad and isinstance(bad[0].get("content"), list) else TWO
     WRITERS[name](tmp_path / name, [{"prompt": good}, {"prompt": bad}])
-    place = "line 2" if "jsonl" in name else "row 1"
+    line = 2 if "jsonl" in name else None
     data_set = read(tmp_path / name, "data.tools_key=null")
     assert data_set[0].prompt == ("1" if isinstance(bad, str) else TWO)
-    with pytest.raises(
-        DataError, match=rf"row 1 of the training data \({tmp_path / name}, {place}\), column prompt: .*{message}"
-    ):
+    with raises(DataError, file=tmp_path / name, row=1, line=line, column="prompt"):
         _ = data_set[1].prompt
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (5, r"content of message 0 \(role 'user'\) is 5 \(int\); expected a string"),
-        ({"a": 1}, r"is {'a': 1} \(dict\)"),
-        ([{"type": "text", "text": 5}], "has a part of type 'text'"),
-        ([5], "has a part of type 'int'"),
-    ],
-)
-def test_content_that_is_no_text_is_refused(tmp_path: Path, content: Any, message: str) -> None:
+@pytest.mark.parametrize("content", [5, {"a": 1}, [{"type": "text", "text": 5}], [5]])
+def test_content_that_is_no_text_is_refused(tmp_path: Path, content: Any) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": content}]}])
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, row=0, line=1, column="prompt"):
         _ = read(tmp_path / "a.jsonl", "data.tools_key=null")[0].prompt
 
 
@@ -256,7 +244,7 @@ def test_tool_calls_in_json_text_are_recognized(tmp_path: Path) -> None:
     [row] = read(tmp_path / "a.jsonl", "data.tools_key=null")
     assert row.prompt == [{"role": "assistant", "content": "", "tool_calls": calls}, *TWO]
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "assistant", "tool_calls": "f"}]}])
-    with pytest.raises(DataError, match="tool_calls of message 0 are 'f'; expected a list of objects"):
+    with raises(DataError, row=0, line=1, column="prompt"):
         _ = read(tmp_path / "a.jsonl", "data.tools_key=null")[0].prompt
 
 
@@ -291,9 +279,7 @@ class TestConversations:
     def test_completion_of_several_messages_is_refused(self, tmp_path: Path) -> None:
         completion = [self.ASSISTANT, self.USER, self.ASSISTANT]
         write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "completion": completion}])
-        with pytest.raises(
-            DataError, match=r"line 1\): the response in column 'completion' is .*list of one assistant"
-        ):
+        with raises(DataError, row=0, line=1, column="completion"):
             _ = read(tmp_path / "a.jsonl", "data.tools_key=null")[0].response
 
 
@@ -319,7 +305,7 @@ class TestUnreadColumns:
         assert found[0].extra["when"] is None and found[1].extra["note"] == "a"
         assert f"{path}: column when has values that cannot be read" in caplog.text
         truth = read(path, "data.ground_truth_key=when")
-        with pytest.raises(DataError, match=r"row 0 of .*a\.parquet, row 0\): the column when cannot be read"):
+        with raises(DataError, file=path, row=0, column="when"):
             _ = truth[0].ground_truth
 
     def test_deep_value_is_an_error_only_if_it_is_read(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -328,7 +314,7 @@ class TestUnreadColumns:
         found = read(tmp_path / "a.jsonl", "data.tools_key=null")
         assert found[0].prompt == "1" and found[0].extra == {"x": None}
         assert "2 rows have" in caplog.text
-        with pytest.raises(DataError, match=r"line 2\): the column prompt cannot be read: it has more than 100 nested"):
+        with raises(DataError, row=1, line=2, column="prompt"):
             _ = found[1].prompt
 
     def test_half_of_a_character_is_replaced(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -342,43 +328,47 @@ class TestUnreadColumns:
 
 class TestFiles:
     @pytest.mark.parametrize(
-        ("name", "text", "message"),
+        ("name", "text", "row", "line"),
         [
-            ("a.jsonl", '{"prompt": "1"}\n\n{"prompt": "2"}\n{"prompt" "3"}\n', r"line 4, column 11: Expecting ':'"),
-            ("a.jsonl", '{"prompt": "1"}\n[1]', r"line 2 is \[1\]; expected a list of objects, or one object per line"),
-            (
-                "a.jsonl",
-                '{"prompt": "1"}\n{"x": ' + "[" * 2000 + "]" * 2000 + "}",
-                "line 2: it has more than 400 nested levels",
-            ),
-            ("a.json", '[\n{"prompt": "1"},\n{"prompt": 2 3}]', r"line 3, column 14 \(row 1\): Expecting ','"),
-            ("a.json", '[{"prompt": "1"}, [' + "[" * 2000, "row 1: it has more than 400 nested levels"),
-            ("a.json", '[{"prompt": "1"}, 5]', "row 1 is 5; expected a list of objects"),
-            ("a.json", '[{"prompt": "1"}] 5', "Extra data"),
-            ("a.csv", 'prompt,x\n1,2\n"a\nb",4\n5\n', "line 5 has 1 values; expected 2"),
-            ("a.csv", 'prompt,x\n1,"2\n', "line 2: unexpected end of data"),
-            ("a.arrow", "hello", "cannot be read as arrow"),
-            ("a.jsonl.gz", "hello", "cannot be read as jsonl: Not a gzipped file"),
-            ("a.txt", "hello", f"cannot be read as parquet: .*Its suffix is none of the formats: {FORMATS}"),
+            ("a.jsonl", '{"prompt": "1"}\n\n{"prompt": "2"}\n{"prompt" "3"}\n', None, 4),
+            ("a.jsonl", '{"prompt": "1"}\n[1]', None, 2),
+            ("a.jsonl", '{"prompt": "1"}\n{"x": ' + "[" * 2000 + "]" * 2000 + "}", None, 2),
+            ("a.json", '[\n{"prompt": "1"},\n{"prompt": 2 3}]', 1, 3),
+            ("a.json", '[{"prompt": "1"}, [' + "[" * 2000, 1, None),
+            ("a.json", '[{"prompt": "1"}, 5]', 1, None),
+            ("a.json", '[{"prompt": "1"}] 5', 1, 1),
+            ("a.csv", 'prompt,x\n1,2\n"a\nb",4\n5\n', None, 5),
+            ("a.csv", 'prompt,x\n1,"2\n', None, 2),
+            ("a.arrow", "hello", None, None),
+            ("a.jsonl.gz", "hello", None, None),
+            ("a.txt", "hello", None, None),
         ],
     )
-    def test_broken_file_names_the_line(self, tmp_path: Path, name: str, text: str, message: str) -> None:
+    def test_broken_file_names_the_line(
+        self, tmp_path: Path, name: str, text: str, row: int | None, line: int | None
+    ) -> None:
         (tmp_path / name).write_text(text)
-        with pytest.raises(DataError, match=rf"(?s)data file {tmp_path / name} .*{message}"):
+        with raises(DataError, file=tmp_path / name, row=row, line=line):
             read(tmp_path / name)
 
+    def test_unknown_suffix_is_an_error_with_the_formats(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("hello")
+        with raises(DataError, details=(f"its suffix is none of the formats: {FORMATS}",)):
+            read(tmp_path / "a.txt")
+
     @pytest.mark.parametrize(
-        ("name", "content", "message"),
+        ("name", "content", "line"),
         [
-            ("a.jsonl", b'{"prompt": "1"}\n{"prompt": "\xff"}', "line 2: 'utf-8' codec can't decode"),
-            ("a.json", b'[{"prompt": "1"},\n{"prompt": "\xff"}]', "line 2: 'utf-8' codec can't decode"),
-            ("a.csv", b"prompt\n1\n\xff\n", "near line .*'utf-8' codec can't decode"),
+            ("a.jsonl", b'{"prompt": "1"}\n{"prompt": "\xff"}', 2),
+            ("a.json", b'[{"prompt": "1"},\n{"prompt": "\xff"}]', 2),
+            ("a.csv", b"prompt\n1\n\xff\n", 1),
         ],
     )
-    def test_other_encoding_names_the_line(self, tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    def test_other_encoding_names_the_line(self, tmp_path: Path, name: str, content: bytes, line: int) -> None:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=rf"{name} .*{message}"):
+        with raises(DataError, file=tmp_path / name, line=line) as caught:
             read(tmp_path / name)
+        assert isinstance(caught.value.__cause__, UnicodeDecodeError)
 
     def test_files_of_all_formats_are_one_data_set(self, tmp_path: Path) -> None:
         """Also of a folder, and of paths that are separated by commas."""

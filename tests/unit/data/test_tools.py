@@ -18,6 +18,7 @@ from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.teacher_routing import Routes, make_teacher_prompts
 from tests._support.base_config import base_config
 from tests._support.data_sets import data_set_of
+from tests._support.errors import raises
 
 CHAT = [{"role": "user", "content": "1"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -64,17 +65,19 @@ def test_key_changes_the_fingerprint_only_with_tools(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("columns", "row", "column", "existing"),
     [
-        ({"prompt": [CHAT]}, "data.tools_key=tools: the data has no such column; it has: prompt"),
-        ({"prompt": [CHAT], "tools": ["{"]}, "row 0 of the training data .*: the tools in column tools are no JSON"),
-        ({"prompt": [CHAT], "tools": ['{"a": 1}']}, "row 0 of .*expected a list of objects such as"),
-        ({"prompt": [CHAT], "tools": [["add"]]}, "row 0 of .*expected a list of objects such as"),
-        ({"prompt": ["1"], "tools": [[ADD]]}, "row 0 of .*: the prompt is plain text.*data.tools_key=null"),
+        ({"prompt": [CHAT]}, None, "tools", ("prompt",)),
+        ({"prompt": [CHAT], "tools": ["{"]}, 0, "tools", None),
+        ({"prompt": [CHAT], "tools": ['{"a": 1}']}, 0, "tools", None),
+        ({"prompt": [CHAT], "tools": [["add"]]}, 0, "tools", None),
+        ({"prompt": ["1"], "tools": [[ADD]]}, 0, "prompt", None),
     ],
 )
-def test_unusable_tools_are_refused(tokenizer: Any, columns: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_unusable_tools_are_refused(
+    tokenizer: Any, columns: dict[str, Any], row: int | None, column: str, existing: tuple[str, ...] | None
+) -> None:
+    with raises(DataError, row=row, column=column, existing=existing):
         read(tokenizer, columns, "data.tools_key=tools")
 
 
@@ -103,7 +106,7 @@ def test_teacher_sees_the_tools(tokenizer: Any) -> None:
     assert prompts.ids[0].tolist() == expected
 
 
-def test_truncation_error_names_the_data(tokenizer: Any) -> None:
+def test_truncation_error_names_the_row(tokenizer: Any) -> None:
     config = replace(base_config().data, max_prompt_length=1, filter_overlong_prompts=False)
-    with pytest.raises(DataError, match=r"row 0 of the held-out data .*: the prompt has 2 tokens, more than"):
+    with raises(DataError, row=0, column="prompt"):
         PromptData(data_set_of({"prompt": [CHAT]}, config, "the held-out data"), config, tokenizer)

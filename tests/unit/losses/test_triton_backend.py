@@ -12,6 +12,7 @@ from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses import torch_kernels
 from recipe_gkd.losses.kernel_backend import select_backend
 from recipe_gkd.losses.logits_query import GradientSpec
+from tests._support.errors import raises
 from tests._support.triton_interpreter import Run
 from tests.unit.losses.kernel_cases import KINDS, Case, check_gradient, check_kernels, check_sums, make_chunk
 
@@ -116,15 +117,15 @@ class TestSelectBackend:
 
     def test_triton_on_cpu_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        with pytest.raises(ConfigError, match="the logits are on cpu, expected a GPU"):
+        with raises(ConfigError, keys=("gkd.kernel_backend",)):
             select_backend(torch.zeros(1, 4), "triton")
 
     def test_triton_with_float64_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match=r"the logits are torch\.float64"):
+        with raises(ConfigError, keys=("gkd.kernel_backend",)):
             select_backend(torch.zeros(1, 4).double(), "triton")
 
-    def test_unknown_choice_lists_choices(self) -> None:
-        with pytest.raises(ConfigError, match="got 'cuda', expected one of auto, torch, triton"):
+    def test_unknown_choice_is_refused(self) -> None:
+        with raises(ConfigError, keys=("gkd.kernel_backend",)):
             select_backend(torch.zeros(1, 4), "cuda")
 
 

@@ -61,6 +61,13 @@ def record(folder: Path, *, g: float, t: float, u: float, staleness: int, n_step
     return path, sum(each["timing/step"] for each in metrics[5:]) / len(metrics[5:])
 
 
+def refusal(*arguments: str) -> str:
+    """Return what the command prints when it refuses its arguments."""
+    with pytest.raises(SystemExit) as caught:
+        pipeline.main(list(arguments))
+    return str(caught.value)
+
+
 def test_replay_predicts_run_and_other_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, seconds = record(tmp_path, g=3.0, t=0.5, u=1.0, staleness=1)
     pipeline.main(["--replay", str(path), "--actor", "2", "--rollout", "2", "--teacher", "1"])
@@ -78,21 +85,17 @@ def test_replay_predicts_run_and_other_split(tmp_path: Path, capsys: pytest.Capt
     assert "<- the run" in report
     config = compose_config(CONFIG_NAME, REQUIRED)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
-    with pytest.raises(SystemExit, match=r"--rollout was given, but .*config.yaml contains the layout of the run"):
-        pipeline.main(["--replay", str(path), "--rollout", "2"])
+    assert "--rollout was given, but " in refusal("--replay", str(path), "--rollout", "2")
 
 
 def test_replay_names_missing_input(tmp_path: Path) -> None:
     path, _ = record(tmp_path, g=1.0, t=0.5, u=1.0, staleness=1, n_steps=8)
-    with pytest.raises(SystemExit, match=r"there is no .*config.yaml; give --actor, --rollout .devices. and --teacher"):
-        pipeline.main(["--replay", str(path)])
+    assert "give --actor, --rollout (devices) and --teacher" in refusal("--replay", str(path))
     steps = [json.loads(line) for line in path.read_text().splitlines()]
     del steps[2]["timing/teacher_tail"]
     path.write_text("".join(json.dumps(step) + "\n" for step in steps))
-    with pytest.raises(SystemExit, match=r"has steps without timing/teacher_tail"):
-        pipeline.main(["--replay", str(path)])
-    with pytest.raises(SystemExit, match=r"is not the metrics.jsonl of a run"):
-        pipeline.main(["--replay", str(tmp_path / "nothing.jsonl")])
+    assert "has steps without timing/teacher_tail" in refusal("--replay", str(path))
+    assert "is not the metrics.jsonl of a run" in refusal("--replay", str(tmp_path / "nothing.jsonl"))
 
 
 @pytest.mark.parametrize(("least", "mean", "most"), [(1.0, 2.0, 9.0), (1.0, 5.0, 6.0), (0.0, 0.5, 1.0)])

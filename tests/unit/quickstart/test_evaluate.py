@@ -14,6 +14,7 @@ from recipe_gkd.quickstart.evaluate import (
     with_given_solution,
 )
 from recipe_gkd.quickstart.task import Problem, write_parquet
+from tests._support.errors import raises
 
 
 def test_score_counts_exact_responses_and_render_shows_them(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_given_solution_is_before_the_question(tmp_path: Path) -> None:
 
 
 def test_read_problems_missing_file_raises(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere\.parquet"):
+    with raises(DataError, file=tmp_path / "nowhere.parquet"):
         read_problems(tmp_path / "nowhere.parquet", None)
 
 

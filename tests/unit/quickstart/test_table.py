@@ -10,6 +10,7 @@ import pytest
 
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.table import HEADER, main, read_reports, render_table
+from tests._support.errors import raises
 
 REPORT: dict[str, Any] = {
     "accuracy": {"teacher": 0.996, "student_before": 0.244, "student_after": 1.0},
@@ -31,12 +32,12 @@ def test_render_table_has_a_row_per_run_and_each_machine_once() -> None:
 
 
 def test_render_table_report_without_memory_names_run_and_remedy() -> None:
-    with pytest.raises(DataError, match=r"old: .*memory_gb.*--fresh"):
+    with raises(DataError, column="memory_gb"):
         render_table({"old": {name: value for name, value in REPORT.items() if name != "memory_gb"}})
 
 
 def test_read_reports_unfinished_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"lora: .*finish the run"):
+    with raises(DataError, file=tmp_path / "report.json"):
         read_reports({"lora": tmp_path})
 
 

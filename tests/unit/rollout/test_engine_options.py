@@ -88,7 +88,7 @@ class TestStepBudget:
 
     def test_max_num_batched_tokens_that_vllm_rejects_are_refused_before_the_start(self) -> None:
         tokens = f"{ROLLOUT}.max_num_batched_tokens=79"
-        with pytest.raises(ConfigError, match=r"max_num_batched_tokens=79 is less than max_num_seqs=80,.* to null"):
+        with raises(ConfigError, keys=(f"{ROLLOUT}.max_num_batched_tokens", f"{ROLLOUT}.max_num_seqs")):
             config_for(Path("nowhere"), tokens, f"{ROLLOUT}.max_num_seqs=80")
         fitting = f"{ROLLOUT}.max_num_seqs=8"
         with raises(ConfigError, keys=(f"{ROLLOUT}.max_num_batched_tokens",)):

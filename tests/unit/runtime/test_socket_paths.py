@@ -8,6 +8,7 @@ import pytest
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.runtime import socket_paths
 from recipe_gkd.runtime.socket_paths import _LONGEST_OF_RAY, shorten_socket_paths
+from tests._support.errors import raises
 
 
 def folder_of_length(tmp_path: Path, n_bytes: int) -> str:
@@ -30,12 +31,12 @@ class TestShortenSocketPaths:
         assert len(messages) == len(variables) and "set RAY_TMPDIR" in messages[0]
 
     def test_long_folder_of_ray_is_refused_with_its_variable(self, tmp_path: Path) -> None:
-        with pytest.raises(ResourceError, match=r"^RAY_TMPDIR=/x+ has 50 bytes.*set RAY_TMPDIR to a shorter folder"):
+        with raises(ResourceError, variable="RAY_TMPDIR"):
             shorten_socket_paths({"RAY_TMPDIR": folder_of_length(tmp_path, 50)})
 
     def test_long_folder_without_another_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(socket_paths, "SHORT_FOLDER", str(tmp_path / "missing"))
-        with pytest.raises(ResourceError, match="set RAY_TMPDIR to a shorter folder that can be written"):
+        with raises(ResourceError, variable="TMPDIR"):
             shorten_socket_paths({"TMPDIR": folder_of_length(tmp_path, 50)})
 
     def test_variables_of_the_user_are_kept(self, tmp_path: Path) -> None:

@@ -144,8 +144,9 @@ class TestUntilRequested:
                 async for _ in stop.until_requested(failing()):
                     pass
 
-        with pytest.raises(ArithmeticError, match="source"):
+        with pytest.raises(ArithmeticError) as caught:
             asyncio.run(work())
+        assert caught.value.args == ("source",)
 
     def test_without_acceptance_all_items_are_yielded(self) -> None:
         async def work() -> int:
@@ -211,8 +212,9 @@ class TestUnlessRequested:
             with stop.accepted():
                 await stop.unless_requested(failing())
 
-        with pytest.raises(ArithmeticError, match="work"):
+        with pytest.raises(ArithmeticError) as caught:
             asyncio.run(work())
+        assert caught.value.args == ("work",)
 
     def test_without_acceptance_the_work_is_completed(self) -> None:
         done: list[str] = []

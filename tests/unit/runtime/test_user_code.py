@@ -7,6 +7,7 @@ import pytest
 
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import call_problem, load_attribute, split_spec
+from tests._support.errors import raises
 
 
 class TestSplitSpec:
@@ -15,7 +16,7 @@ class TestSplitSpec:
 
     @pytest.mark.parametrize("spec", ["mine.py", "mine.py:", ":Slack", "mine.py:not a name"])
     def test_another_form_raises_with_the_expected_one(self, spec: str) -> None:
-        with pytest.raises(ConfigError, match=r"trainer\.logger: got .* expected FILE\.py:Name"):
+        with raises(ConfigError, keys=("trainer.logger",)):
             split_spec(spec, key="trainer.logger")
 
 
@@ -45,17 +46,14 @@ class TestLoadAttribute:
         assert load_attribute(str(folder / "mine.py"), "places", key="k")() == ["mine", "installed", "mine"]
 
     def test_missing_file_broken_file_and_missing_name_raise(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"k: there is no file .*none\.py"):
-            load_attribute(str(tmp_path / "none.py"), "f", key="k")
         (tmp_path / "broken.py").write_text("1 / 0\n")
-        with pytest.raises(ConfigError, match=r"broken\.py cannot be imported: ZeroDivisionError"):
-            load_attribute(str(tmp_path / "broken.py"), "f", key="k")
         (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
-        with pytest.raises(ConfigError, match=r"exits\.py cannot be imported: SystemExit: 0"):
-            load_attribute(str(tmp_path / "exits.py"), "f", key="k")
         (tmp_path / "other.py").write_text("def g(): pass\n")
-        with pytest.raises(ConfigError, match="does not define f; it defines g"):
-            load_attribute(str(tmp_path / "other.py"), "f", key="k")
+        causes = {"none": None, "broken": ZeroDivisionError, "exits": SystemExit, "other": None}
+        for name, cause in causes.items():
+            with raises(ConfigError, keys=("k",)) as caught:
+                load_attribute(str(tmp_path / f"{name}.py"), "f", key="k")
+            assert type(caught.value.__cause__) is (cause or type(None))
 
 
 class TestCallProblem:

@@ -11,6 +11,7 @@ import pytest
 
 from teacher import TeacherClient, TeacherRequestError, TeacherSequence
 from teacher.client.arguments import normalize_sequences
+from tests._support.errors import raises
 from tests._support.fake_worker import FakeEngine, expected_scores, running_worker
 from tests._support.repository import REPO
 from tests._support.teacher_service import running_proxy
@@ -38,7 +39,7 @@ def test_documented_client_example_runs(index: int, port: int, capsys: pytest.Ca
     assert len(examples) == 2 and '"127.0.0.1", 15555' in examples[index]
     exec(compile(examples[index].replace("15555", str(port)), f"example_{index}", "exec"), {"__name__": "example"})
     printed = capsys.readouterr().out
-    expected = ["fake 100 32 1", "sequences[0].token_ids: got a float64 array of shape [2]; expected integers >= 0"]
+    expected = ["fake 100 32 1", "sequence 0: token_ids: got a float64 array of shape [2], expected integers >= 0"]
     assert expected[index] in printed
 
 
@@ -58,39 +59,32 @@ def test_normalize_sequences_keeps_valid_sequences() -> None:
     assert normalize_sequences(iter([VALID]))[0] is VALID
 
 
-@pytest.mark.parametrize(
-    ("sequences", "message"),
-    [
-        (VALID, r"sequences: got one TeacherSequence, expected a list of them; write \[sequence\]"),
-        (3, "sequences: got int, expected a list of TeacherSequence"),
-        ([VALID, [9, 8, 7]], r"sequences\[1\]: got list, expected teacher.TeacherSequence"),
-        ([], "expected at least one sequence"),
-    ],
-)
-def test_submit_invalid_collection_error_names_it(sequences: Any, message: str, port: int) -> None:
-    with TeacherClient(server_port=port) as client, pytest.raises(TeacherRequestError, match=f"^{message}"):
+@pytest.mark.parametrize(("sequences", "wrong"), [(VALID, None), (3, None), ([VALID, [9, 8, 7]], 1), ([], None)])
+def test_submit_invalid_collection_error_names_it(sequences: Any, wrong: int | None, port: int) -> None:
+    refused = raises(TeacherRequestError, argument="sequences", sequence=wrong)
+    with TeacherClient(server_port=port) as client, refused:
         client.submit(sequences).result(timeout=5)
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "prompt_len", "message"),
+    ("token_ids", "prompt_len", "argument"),
     [
-        (np.zeros(3, np.float32), 1, r"token_ids: got a float32 array of shape \[3\]; expected integers >= 0"),
-        ([0.5, 2], 1, r"token_ids: got a float64 array of shape \[2\]; expected integers >= 0"),
-        ([[1, 2], [3, 4]], 1, r"token_ids: got a int\d+ array of shape \[2, 2\]; expected integers >= 0 in one dim"),
-        ([[1, 2], [3]], 1, r"token_ids: got a mixed array"),
-        (["a", "b"], 1, r"token_ids: got a str"),
-        ([True, False], 1, r"token_ids: got a bool array"),
-        ([1, -1], 1, r"token_ids: got the token id -1; expected integers from 0 to"),
-        ([1, 1 << 40], 1, rf"token_ids: got the token id {1 << 40}; expected"),
-        ([1, 1 << 70], 1, r"token_ids: got a mixed array"),
-        ([], 1, r"token_ids: got 0 tokens; expected at least 2"),
-        ([1, 2], 2, r"prompt_len: got 2 for 2 token_ids; expected 1 <= prompt_len < 2"),
-        ([1, 2], 0, r"prompt_len: got 0 for 2 token_ids"),
-        ([1, 2], 1.0, r"prompt_len: got float 1.0; expected the number of prompt tokens"),
-        ([1, 2], True, r"prompt_len: got bool True; expected"),
+        (np.zeros(3, np.float32), 1, "token_ids"),
+        ([0.5, 2], 1, "token_ids"),
+        ([[1, 2], [3, 4]], 1, "token_ids"),
+        ([[1, 2], [3]], 1, "token_ids"),
+        (["a", "b"], 1, "token_ids"),
+        ([True, False], 1, "token_ids"),
+        ([1, -1], 1, "token_ids"),
+        ([1, 1 << 40], 1, "token_ids"),
+        ([1, 1 << 70], 1, "token_ids"),
+        ([], 1, "token_ids"),
+        ([1, 2], 2, "prompt_len"),
+        ([1, 2], 0, "prompt_len"),
+        ([1, 2], 1.0, "prompt_len"),
+        ([1, 2], True, "prompt_len"),
     ],
 )
-def test_normalize_sequences_error_names_argument(token_ids: Any, prompt_len: Any, message: str) -> None:
-    with pytest.raises(TeacherRequestError, match=rf"^sequences\[3\]\.{message}"):
+def test_normalize_sequences_error_names_argument(token_ids: Any, prompt_len: Any, argument: str) -> None:
+    with raises(TeacherRequestError, sequence=3, argument=argument):
         normalize_sequences([VALID, VALID, VALID, TeacherSequence(token_ids, prompt_len)])

@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from teacher import TeacherClient, TeacherError, TeacherRequestError, TeacherSequence
+from teacher import TeacherClient, TeacherRequestError, TeacherSequence
 from teacher.__main__ import main
+from teacher.errors import TeacherClosed, TeacherSetupError
 from teacher.proxy.proxy_sockets import SocketSettings
 from teacher.wire.auth import check_bind, server_keys
 from teacher.wire.make_keys import make_keys
+from tests._support.errors import raises
 from tests._support.fake_worker import FakeEngine, expected_scores, running_worker
 from tests._support.teacher_service import running_proxy
 from tests._support.waiting import wait_until
@@ -65,7 +67,7 @@ class TestConnections:
 
     @pytest.mark.parametrize("n_connections", [0, 65])
     def test_client_invalid_number_of_connections_is_refused(self, n_connections: int) -> None:
-        with pytest.raises(TeacherRequestError, match=f"n_connections must be 1 to 64, got {n_connections}"):
+        with raises(TeacherRequestError, argument="n_connections"):
             TeacherClient(n_connections=n_connections)
 
     def test_client_close_ends_all_connections(self) -> None:
@@ -73,13 +75,13 @@ class TestConnections:
             client = TeacherClient(server_port=proxy.frontend_port, n_connections=2)
             client.close()
             for _ in range(2):
-                with pytest.raises(TeacherError, match="is closed"):
+                with raises(TeacherClosed, operation="", address=client.address):
                     client.submit([TeacherSequence(np.array([1, 2], np.int32), 1)])
 
 
 class TestTrustedNetwork:
     def test_check_bind_trusted_network_accepts_any_address_without_keys(self) -> None:
-        with pytest.raises(TeacherError, match=r"--trusted-network \(TRUSTED_NETWORK=1\)"):
+        with raises(TeacherSetupError, options=("--bind", "--auth-dir", "--trusted-network")):
             check_bind("0.0.0.0", None)
         check_bind("0.0.0.0", None, trusted_network=True)
         with (

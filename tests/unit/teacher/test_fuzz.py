@@ -60,7 +60,10 @@ def valid_messages() -> dict[str, list[bytes]]:
         Kind.SCORE_REPLY: protocol.encode_score_reply(1, [answer, answer], wire_dtype="float16"),
         Kind.CANCEL: protocol.encode_cancel(1),
         Kind.RETRY_LATER: protocol.encode_retry_later(1, "full"),
-        Kind.ERROR: protocol.encode_error(1, TeacherTimeout("late")),
+        Kind.ERROR: protocol.encode_error(
+            1,
+            TeacherTimeout("late", remedy="wait", stage="changing", workers=("a", "b"), details=("more",), sequence=1),
+        ),
         Kind.SET_ASLEEP: protocol.encode_set_asleep(1, 2.0, asleep=True),
         Kind.ASLEEP_SET: protocol.encode_asleep_set(1, asleep=True, n_workers=2),
         Kind.READY: protocol.encode_ready(Ready(ModelInfo(**MODEL), 100, "host:7", 60.0)),

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from teacher import TeacherError
+from teacher.errors import TeacherSetupError
 from teacher.proxy.http import HttpServer
 from teacher.status import ServiceStatus
+from tests._support.errors import raises
 from tests._support.fake_worker import running_worker
 from tests._support.teacher_service import running_proxy
 from tests._support.teacher_status import STATUS
@@ -175,9 +176,10 @@ def test_connections_above_limit_are_closed(server: HttpServer) -> None:
 
 
 def test_server_port_in_use_is_refused(server: HttpServer, source: Source) -> None:
-    with pytest.raises(TeacherError, match=rf"127.0.0.1:{server.port} for /healthz.*--http-port \(HTTP_PORT"):
+    options = ("--http-port", "--http-bind")
+    with raises(TeacherSetupError, address=f"http://127.0.0.1:{server.port}", options=options):
         HttpServer("127.0.0.1", server.port, source)
-    with pytest.raises(TeacherError, match="--http-bind"):
+    with raises(TeacherSetupError, address="http://no-such-host.invalid:0", options=options):
         HttpServer("no-such-host.invalid", 0, source)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from teacher import errors
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
-from teacher.wire import messages, protocol
+from teacher.wire import protocol, request_checks
 from teacher.wire.messages import (
     LIMITS,
     PROTOCOL_VERSION,
@@ -27,6 +27,7 @@ from teacher.wire.messages import (
     ScoreReply,
     Welcome,
 )
+from tests._support.errors import raises
 
 MODEL: dict[str, Any] = dict(
     model_name="m",
@@ -97,7 +98,7 @@ def test_score_without_temperature_is_refused() -> None:
     frames = as_bytes(protocol.encode_score(7, 2.5, sequences()))
     header = msgpack.unpackb(frames[0])
     assert header.pop("temperature") == 1.0
-    with pytest.raises(errors.TeacherProtocolError, match=r"temperature must be a number .*, got None"):
+    with raises(errors.TeacherProtocolError, entry="temperature", sequence=None):
         protocol.decode([msgpack.packb(header), *frames[1:]])
 
 
@@ -122,13 +123,77 @@ def test_small_messages_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [errors.TeacherTimeout, errors.TeacherProtocolError, errors.TeacherRequestError, errors.TeacherUnavailable]
+    ("kind", "fields"),
+    [
+        (errors.TeacherChanged, {"options": ("CKPT_PATH",)}),
+        (errors.TeacherTimeout, {"stage": "changing", "workers": ("host:1", "host:2")}),
+        (errors.TeacherProtocolError, {"entry": "v", "peer_version": 99}),
+        (errors.TeacherRequestError, {"sequence": 0, "argument": "token_ids", "n_losses": 3}),
+        (errors.TeacherUnavailable, {"worker": "worker host:1"}),
+        (errors.TeacherWithoutWorker, {}),
+        (errors.TeacherAsleep, {"details": ("one", "two")}),
+    ],
 )
-def test_errors_round_trip_wire_and_pickle(kind: type[errors.TeacherError]) -> None:
-    message = protocol.decode(protocol.encode_error(3, kind("got x, expected y")))
+def test_errors_round_trip_wire_and_pickle(kind: type[errors.TeacherError], fields: dict[str, Any]) -> None:
+    sent = kind("got x, expected y", remedy="do z", **fields)
+    message = protocol.decode(protocol.encode_error(3, sent))
     assert isinstance(message, Failure) and message.request_id == 3
     for error in (message.error, pickle.loads(pickle.dumps(message.error))):
-        assert type(error) is kind and str(error) == "got x, expected y"
+        assert type(error) is kind and vars(error) == vars(sent)
+
+
+def test_encode_error_sends_no_place_of_the_receiver_and_keeps_the_limits() -> None:
+    long, medium = ("\N{MUSICAL SYMBOL G CLEF}" * 2 * n for n in (LIMITS.text_chars, LIMITS.list_text_chars))
+    many = (medium,) * 2 * LIMITS.list_texts
+    sent = errors.TeacherRequestError(
+        long,
+        remedy=long,
+        argument=medium,
+        worker=medium,
+        details=many,
+        workers=many,
+        options=many,
+        address="tcp://host:1",
+        operation="hello",
+        uid=7,
+    )
+    message = protocol.decode(as_bytes(protocol.encode_error(3, sent)))
+    assert isinstance(message, Failure)
+    error = message.error
+    assert (error.address, error.operation, error.uid) == ("", "", None)
+    assert len(error.what) == len(error.remedy) == LIMITS.text_chars
+    assert {len(text) for text in error.details} == {LIMITS.list_text_chars}
+    assert len(error.details) == len(error.workers) == LIMITS.list_texts
+
+
+@pytest.mark.parametrize(
+    ("data", "entry"),
+    [
+        (None, "error"),
+        ({"what": 1}, "what"),
+        ({"what": "x" * (LIMITS.text_chars + 1)}, "what"),
+        ({"details": ["x"] * (LIMITS.list_texts + 1)}, "details"),
+        ({"details": ["x" * (LIMITS.list_text_chars + 1)]}, "details"),
+        ({"workers": [1]}, "workers"),
+        ({"sequence": -1}, "sequence"),
+        ({"sequence": LIMITS.sequences}, "sequence"),
+        ({"n_losses": True}, "n_losses"),
+        ({"stage": "of another class"}, "stage"),
+        ({"address": "tcp://host:1"}, "address"),
+    ],
+)
+def test_error_with_invalid_data_is_refused(data: object, entry: str) -> None:
+    frames = as_bytes(protocol.encode_error(3, errors.TeacherRequestError("x")))
+    with raises(errors.TeacherProtocolError, entry=entry):
+        protocol.decode(with_header(frames, error=data))
+
+
+def test_error_of_another_version_is_read_from_its_text() -> None:
+    sent = errors.TeacherRequestError("got x", remedy="do y", sequence=2)
+    frames = with_header(as_bytes(protocol.encode_error(3, sent)), v=PROTOCOL_VERSION + 1, error=7, more="data")
+    message = protocol.decode(frames)
+    assert isinstance(message, Failure) and type(message.error) is errors.TeacherRequestError
+    assert message.error.what == str(sent) and message.error.sequence is None
 
 
 def test_readdress_changes_id_and_timeout_only() -> None:
@@ -148,30 +213,31 @@ def test_encode_score_copies_token_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sequence", "expected"),
+    ("sequence", "argument"),
     [
-        (TeacherSequence(np.zeros(3, np.int64), 1), "int32"),
-        (TeacherSequence(np.zeros((3, 1), np.int32), 1), "int32 array"),
-        (TeacherSequence([1.5, 2.0], 1), "int32 array"),  # type: ignore[list-item]
-        (TeacherSequence(np.zeros(3, np.int32), 0), "prompt_len=0"),
-        (TeacherSequence(np.zeros(3, np.int32), 3), "empty response"),
-        (TeacherSequence(np.zeros(LIMITS.sequence_tokens + 1, np.int32), 3), "at most"),
+        (TeacherSequence(np.zeros(3, np.int64), 1), "token_ids"),
+        (TeacherSequence(np.zeros((3, 1), np.int32), 1), "token_ids"),
+        (TeacherSequence([1.5, 2.0], 1), "token_ids"),  # type: ignore[list-item]
+        (TeacherSequence(np.zeros(3, np.int32), 0), "prompt_len"),
+        (TeacherSequence(np.zeros(3, np.int32), 3), "prompt_len"),
+        (TeacherSequence(np.zeros(LIMITS.sequence_tokens + 1, np.int32), 3), "token_ids"),
     ],
 )
-def test_encode_score_invalid_sequence_is_refused(sequence: TeacherSequence, expected: str) -> None:
-    with pytest.raises(errors.TeacherRequestError, match=expected):
-        protocol.encode_score(1, 1.0, [sequence])
+def test_encode_score_invalid_sequence_is_refused(sequence: TeacherSequence, argument: str) -> None:
+    with raises(errors.TeacherRequestError, sequence=1, argument=argument):
+        protocol.encode_score(1, 1.0, [sequences()[0], sequence])
 
 
-def test_check_sequences_large_batch_error_names_size_and_key() -> None:
+def test_check_sequences_large_batch_error_names_argument_and_key() -> None:
     short, long = (TeacherSequence(np.zeros(n, np.int32), 1) for n in (2, LIMITS.sequence_tokens))
     too_many, too_long = (
         [short] * (LIMITS.sequences + 1),
         [long] * (LIMITS.request_tokens // LIMITS.sequence_tokens + 1),
     )
-    for batch, expected in ((too_many, "4097 sequences in one request"), (too_long, "17825792 tokens in one request")):
-        with pytest.raises(errors.TeacherRequestError, match=f"{expected}.*teacher.num_microbatches"):
-            messages.check_sequences(batch)
+    options = ("actor_rollout_ref.teacher.num_microbatches",)
+    for batch, argument in ((too_many, "sequences"), (too_long, "token_ids")):
+        with raises(errors.TeacherRequestError, argument=argument, sequence=None, options=options):
+            request_checks.check_sequences(batch)
 
 
 def test_other_version_is_refused_except_errors() -> None:
@@ -180,7 +246,7 @@ def test_other_version_is_refused_except_errors() -> None:
         if msgpack.unpackb(frames[0])["kind"] == "error":
             assert isinstance(protocol.decode(other), Failure)
         else:
-            with pytest.raises(errors.TeacherProtocolError, match=f"version {PROTOCOL_VERSION + 1}.*install the same"):
+            with raises(errors.TeacherProtocolError, entry="v", peer_version=PROTOCOL_VERSION + 1):
                 protocol.decode(other)
             assert protocol.peek_request_id(other) == msgpack.unpackb(frames[0])["id"]
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Callable
 
 import pytest
 
 from teacher import TeacherClient, TeacherError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
 from teacher.__main__ import main
-from teacher.engines.out_of_memory import explain, find_out_of_memory, out_of_memory_explained
+from teacher.engines.out_of_memory import ADVICE, explain, find_out_of_memory, out_of_memory_explained
 from teacher.engines.self_check import check_unchanged
 from teacher.engines.vllm_sleep import check_checksums
+from teacher.errors import TeacherAsleep, TeacherModelDamaged, TeacherOutOfMemory, TeacherWithoutWorker
 from teacher.proxy import Proxy, client_side
 from teacher.records import ScoredSequence
 from teacher.wire import protocol
 from teacher.wire.messages import AsleepSet, Ready, SetAsleep, Welcome
+from tests._support.errors import raises
 from tests._support.fake_worker import INFO, FakeEngine, RunningWorker, expected_scores, running_worker
 from tests._support.teacher_requests import make_sequence, raw_peer
 from tests._support.teacher_service import running_proxy
@@ -24,6 +28,7 @@ from tests._support.waiting import wait_until
 pytestmark = pytest.mark.timeout(60)
 
 SEQUENCE = make_sequence(1, 2, 3)
+NAME = f"{socket.gethostname()}:{os.getpid()}"  # of all workers in this process
 
 
 def assert_serves(client: TeacherClient) -> None:
@@ -68,7 +73,7 @@ class TestService:
     def test_request_while_asleep_fails_at_once_with_remedy(self, proxy: Proxy, client: TeacherClient) -> None:
         with running_worker(proxy.backend_port):
             client.sleep()
-            with pytest.raises(TeacherUnavailable, match=r"the teacher sleeps.*python -m teacher wake"):
+            with raises(TeacherAsleep, address=client.address):
                 client.submit([SEQUENCE]).result(timeout=5)
             assert client.hello(timeout_s=5).n_workers == 1
             client.wake()
@@ -84,7 +89,7 @@ class TestService:
             wait_until(lambda: open_requests(client) == 5)
             asleep = client.submit_sleep()
             state_becomes(client, "finishing")
-            with pytest.raises(TeacherUnavailable, match="the teacher sleeps"):
+            with raises(TeacherAsleep):
                 other.submit([SEQUENCE]).result(timeout=5)
             assert not asleep.done() and not worker.engine.is_asleep
             worker.engine.gate.set()
@@ -101,7 +106,7 @@ class TestService:
             scored = client.submit([SEQUENCE])
             open_requests = [client.submit_sleep(timeout_s=20) for _ in range(2)]
             state_becomes(client, "finishing")
-            with pytest.raises(TeacherTimeout, match="2 requests to sleep or wake up are open already"):
+            with raises(TeacherTimeout, operation="sleep", stage="deferred"):
                 client.submit_sleep(timeout_s=0.5).result(timeout=5)
             worker.engine.gate.set()
             assert [request.result(timeout=10) for request in open_requests] == [1, 1]
@@ -111,7 +116,7 @@ class TestService:
         with running_worker(proxy.backend_port) as worker:
             worker.engine.gate.clear()
             future = client.submit([SEQUENCE])
-            with pytest.raises(TeacherTimeout, match=r"1 requests of 1 clients were not finished.*stays awake"):
+            with raises(TeacherTimeout, operation="sleep", stage="finishing"):
                 client.sleep(timeout_s=1.0)
             worker.engine.gate.set()
             assert len(future.result(timeout=5)) == 1
@@ -135,7 +140,7 @@ class TestService:
             asleep = client.submit_sleep()
             state_becomes(client, "falling asleep")
             awake = client.submit_wake()
-            with pytest.raises(TeacherUnavailable, match="the request to sleep was followed by one to wake up"):
+            with raises(TeacherUnavailable, operation="sleep", workers=()):
                 asleep.result(timeout=5)
             worker.engine.sleep_gate.set()
             assert awake.result(timeout=10) == 1
@@ -145,7 +150,7 @@ class TestService:
         engine = FakeEngine()
         engine.has_sleep_mode = False
         with running_worker(proxy.backend_port) as capable, running_worker(proxy.backend_port, engine):
-            with pytest.raises(TeacherRequestError, match=r"workers without sleep mode: .*SLEEP_MODE=1"):
+            with raises(TeacherRequestError, workers=(NAME,), options=("--sleep-mode",)):
                 client.sleep()
             assert not capable.engine.is_asleep
             assert_serves(client)
@@ -153,7 +158,7 @@ class TestService:
     def test_slow_worker_is_named_at_deadline_and_not_taken_for_hung(self, proxy: Proxy, client: TeacherClient) -> None:
         with running_worker(proxy.backend_port) as worker:
             worker.engine.sleep_gate.clear()
-            with pytest.raises(TeacherTimeout, match="workers did not fall asleep before the deadline: "):
+            with raises(TeacherTimeout, stage="changing", workers=(NAME,)):
                 client.sleep(timeout_s=1.0)
             worker.engine.sleep_gate.set()
             state_becomes(client, "asleep")
@@ -168,7 +173,7 @@ class TestWorkers:
         broken.wake_error = TeacherError("the weights of the teacher are not the same")
         with running_worker(proxy.backend_port), running_worker(proxy.backend_port, broken) as worker:
             client.sleep()
-            with pytest.raises(TeacherUnavailable, match=r"1 workers did not wake up: worker .*are not the same"):
+            with raises(TeacherUnavailable, operation="wake-up", workers=(NAME,)):
                 client.wake()
             worker.thread.join(timeout=5)
             assert worker.error is broken.wake_error
@@ -180,7 +185,7 @@ class TestWorkers:
         broken.wake_error = TeacherError("the weights of the teacher are not the same")
         with running_worker(proxy.backend_port, broken):
             client.sleep()
-            with pytest.raises(TeacherUnavailable, match="are not the same"):
+            with raises(TeacherUnavailable, operation="wake-up", workers=(NAME,)):
                 client.wake()
             assert client.status().workers == ()
 
@@ -194,13 +199,13 @@ class TestWorkers:
             with running_worker(proxy.backend_port) as second, running_worker(proxy.backend_port, incapable) as third:
                 wait_until(lambda: second.engine.is_asleep)
                 state_becomes(client, "asleep")
-                assert "the service sleeps, and this worker would occupy its devices" in str(third.error)
+                assert isinstance(third.error, TeacherRequestError) and third.error.options == ("--sleep-mode",)
                 assert client.wake() == 2
                 assert not first.engine.is_asleep and not second.engine.is_asleep
 
     def test_wake_waits_for_first_worker_until_deadline(self, proxy: Proxy, client: TeacherClient) -> None:
         assert client.sleep() == 0
-        with pytest.raises(TeacherUnavailable, match="the proxy has no worker to wake up"):
+        with raises(TeacherWithoutWorker, operation="wake-up"):
             client.wake(timeout_s=0.5)
         awake = client.submit_wake()
         with running_worker(proxy.backend_port):
@@ -219,7 +224,7 @@ class TestWorkers:
             assert isinstance(worker.receive(), Welcome)
             wait_until(lambda: awake.engine.is_asleep)
             assert states(client) == ("asleep", ["asleep", "asleep"])
-            with pytest.raises(TeacherUnavailable, match="the teacher sleeps"):
+            with raises(TeacherAsleep):
                 client.submit([SEQUENCE]).result(timeout=5)
             woken = client.submit_wake()
             command = worker.receive()
@@ -273,12 +278,12 @@ class TestVerification:
         check_unchanged(before, before, 0.0)
         for wrong in (np.log(0.5), np.nan):
             after = ScoredSequence(np.full_like(logps_TK, wrong), ids_TK, before.sampled_logps_T)
-            with pytest.raises(RuntimeError, match="differ from those at the start"):
+            with pytest.raises(RuntimeError):
                 check_unchanged(before, after, 0.05)
 
     def test_check_checksums_names_changed_tensors(self) -> None:
         check_checksums([{"a": 1, "b": 2}], [{"a": 1, "b": 2}])
-        with pytest.raises(TeacherError, match="the checksums differ of b of rank 1, of 4 tensors"):
+        with raises(TeacherModelDamaged, tensors=("b of rank 1",)):
             check_checksums([{"a": 1, "b": 2}] * 2, [{"a": 1, "b": 2}, {"a": 1, "b": 3}])
 
 
@@ -295,23 +300,26 @@ class TestOutOfMemory:
         ["CUDA out of memory. Tried to allocate 2 GiB", "CUDA Error: out of memory at cumem_allocator.cpp:62"],
     )
     def test_explained_error_names_phase_sizes_and_options(self, text: str) -> None:
+        sizes = {"weights": 2**20, "KV cache": 3 << 30}
         with (
-            pytest.raises(TeacherError, match=r"engine step: out of memory.*KV cache 3.00 GiB, weights 1.0 MiB.*"),
-            out_of_memory_explained("engine step", {"weights": 2**20, "KV cache": 3 << 30}),
+            raises(TeacherOutOfMemory, phase="engine step", sizes=sizes),
+            out_of_memory_explained("engine step", sizes),
         ):
             _raise(RuntimeError(text))()
 
     def test_error_of_start_up_check_caused_by_it_is_explained(self) -> None:
         error = TeacherError("vLLM failed the start-up check")
         error.__cause__ = RuntimeError("CUDA out of memory")
-        with pytest.raises(TeacherError, match="start: out of memory"), out_of_memory_explained("start", {}):
+        with raises(TeacherOutOfMemory, phase="start"), out_of_memory_explained("start", {}):
             _raise(error)()
 
     def test_other_errors_pass_unchanged(self) -> None:
-        with pytest.raises(RuntimeError, match="illegal memory access"), out_of_memory_explained("start", {}):
-            _raise(RuntimeError("an illegal memory access was encountered"))()
+        error = RuntimeError("an illegal memory access was encountered")
+        with pytest.raises(RuntimeError) as caught, out_of_memory_explained("start", {}):
+            _raise(error)()
+        assert caught.value is error
         assert find_out_of_memory(None) is None
 
     def test_explain_wake_up_advises_to_release_devices_first(self) -> None:
-        text = explain(MemoryError("no"), "wake-up", {})
-        assert "another process has not released the devices" in text and "GPU_MEMORY_UTILIZATION" in text
+        error = explain(MemoryError("no"), "wake-up", {})
+        assert error.phase == "wake-up" and ADVICE["wake-up"] in error.remedy

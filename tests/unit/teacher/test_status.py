@@ -9,6 +9,7 @@ import pytest
 from teacher.commands.table import format_status
 from teacher.errors import TeacherProtocolError
 from teacher.status import ServiceStatus
+from tests._support.errors import raises
 from tests._support.teacher_status import STATUS
 
 
@@ -19,12 +20,12 @@ class TestServiceStatus:
     def test_from_dict_with_wrong_type_names_field_and_type(self) -> None:
         values = STATUS.to_dict()
         values["totals"]["scored"] = "7"
-        with pytest.raises(TeacherProtocolError, match=r"scored of ServiceTotals must have type int, got '7'"):
+        with raises(TeacherProtocolError, entry="scored"):
             ServiceStatus.from_dict(values)
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
     def test_from_dict_with_number_that_cannot_be_shown_is_refused(self, value: float) -> None:
-        with pytest.raises(TeacherProtocolError, match="uptime_s of ServiceStatus must be at most"):
+        with raises(TeacherProtocolError, entry="uptime_s"):
             ServiceStatus.from_dict(STATUS.to_dict() | {"uptime_s": value})
 
 

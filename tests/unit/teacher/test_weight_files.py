@@ -11,8 +11,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from teacher.engines.checkpoint import read_checkpoint
-from teacher.errors import TeacherError
+from teacher.errors import TeacherSetupError
 from teacher.weight_files import find_damaged_weights
+from tests._support.errors import raises
 
 
 @pytest.fixture
@@ -42,37 +43,34 @@ def swap_tensors(path: Path) -> None:
     path.write_bytes(raw.replace(b"[0,12]", b"[0,20]").replace(b"[12,32]", b"[20,32]"))
 
 
-NOT_SAFETENSORS = r"is damaged: its \d+ bytes cannot be read as safetensors: .*; copy or download it again"
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (truncate(0), r"is empty \(0 bytes\); copy or download it again"),
-    "length cut": (truncate(5), NOT_SAFETENSORS),
-    "header cut": (truncate(30), NOT_SAFETENSORS),
-    "data cut": (truncate(-1), NOT_SAFETENSORS),
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), NOT_SAFETENSORS),
-    "text": (lambda path: path.write_text("<html>404 not found</html>"), NOT_SAFETENSORS),
-    "no header": (lambda path: path.write_bytes(b"\x02" + bytes(7) + b"[]"), NOT_SAFETENSORS),
-    "offsets": (swap_tensors, NOT_SAFETENSORS),
-    "pointer": (
-        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"),
-        "is a Git LFS pointer .*git lfs pull",
-    ),
-    "missing": (Path.unlink, "is missing, but model.safetensors.index.json names it"),
-    "folder": (lambda path: (path.unlink(), path.mkdir()), "is missing, but model.safetensors.index.json names it"),
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": truncate(0),
+    "length cut": truncate(5),
+    "header cut": truncate(30),
+    "data cut": truncate(-1),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "text": lambda path: path.write_text("<html>404 not found</html>"),
+    "no header": lambda path: path.write_bytes(b"\x02" + bytes(7) + b"[]"),
+    "offsets": swap_tensors,
+    "pointer": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"),
+    "missing": Path.unlink,
+    "folder": lambda path: (path.unlink(), path.mkdir()),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_find_damaged_weights_names_file(damage: str, sharded: Path) -> None:
     assert find_damaged_weights(sharded) is None
-    apply, message = DAMAGES[damage]
-    apply(sharded / "model-00002-of-00002.safetensors")
-    with pytest.raises(TeacherError, match=rf"CKPT_PATH=.*model-00002-of-00002\.safetensors {message}"):
+    path = sharded / "model-00002-of-00002.safetensors"
+    DAMAGES[damage](path)
+    with raises(TeacherSetupError, options=("CKPT_PATH",), path=path):
         read_checkpoint(sharded)
 
 
 def test_find_damaged_weights_names_index(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text("{}")
-    assert "index.json is damaged: expected JSON with a weight_map" in str(find_damaged_weights(sharded))
+    damage = find_damaged_weights(sharded)
+    assert damage is not None and damage.path == sharded / "model.safetensors.index.json"
 
 
 def test_find_damaged_weights_ignores_files_outside_index(sharded: Path) -> None:
@@ -82,6 +80,7 @@ def test_find_damaged_weights_ignores_files_outside_index(sharded: Path) -> None
 
 def test_find_damaged_weights_names_empty_bin_file(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
-    assert "pytorch_model.bin is empty" in str(find_damaged_weights(tmp_path))
+    damage = find_damaged_weights(tmp_path)
+    assert damage is not None and damage.path == tmp_path / "pytorch_model.bin"
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     assert find_damaged_weights(tmp_path) is None

@@ -13,6 +13,7 @@ from recipe_gkd.teacher_routing import Routes, open_teachers
 from teacher import TeacherClient, TeacherError, TeacherTimeout, TeacherUnavailable
 from teacher.proxy import Proxy
 from tests._support.base_config import base_config
+from tests._support.errors import raises
 from tests._support.fake_teachers import OffsetEngine, is_scored_by, pair
 from tests._support.fake_worker import running_worker
 from tests._support.teacher_service import running_proxy
@@ -90,9 +91,10 @@ def test_wake_failure_names_address_and_worker_of_each_service() -> None:
         asyncio.run(teachers.sleep())
         for worker in (of_one, of_two):
             worker.engine.wake_error = TeacherError("the weights are not the same")
-        with pytest.raises(TeacherUnavailable, match=rf"127.0.0.1:{one.frontend_port}.*are not the same") as failed:
+        with raises(TeacherUnavailable, operation="wake-up", address=f"tcp://127.0.0.1:{one.frontend_port}") as failed:
             asyncio.run(teachers.wake())
-        assert f"127.0.0.1:{two.frontend_port}" in str(failed.value)
+        assert len(failed.value.workers) == 1
+        assert any(f"127.0.0.1:{two.frontend_port}" in line for line in failed.value.details)
 
 
 def test_wake_goes_on_without_a_worker_that_fails() -> None:
@@ -116,7 +118,7 @@ def test_sleep_deadline_is_that_of_requests() -> None:
         open_teachers(configured([proxy, proxy], "timeout_s=1"), routes()) as teachers,
     ):
         worker.engine.sleep_gate.clear()
-        with pytest.raises(TeacherTimeout, match=rf"127.0.0.1:{proxy.frontend_port}.*did not fall asleep"):
+        with raises(TeacherTimeout, stage="changing", address=f"tcp://127.0.0.1:{proxy.frontend_port}"):
             asyncio.run(teachers.sleep())
         worker.engine.sleep_gate.set()
 

@@ -1,0 +1,125 @@
+"""Validation of the values of a request, by the client before it is sent and by its receivers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from teacher.errors import TeacherRequestError, short
+from teacher.records import TeacherSequence
+from teacher.wire.messages import LIMITS, WireDtype
+
+_SPLIT_OPTIONS = ("actor_rollout_ref.teacher.num_microbatches",)
+_SPLIT_REMEDY = f"send less at once: raise {_SPLIT_OPTIONS[0]}"
+
+
+def check_sequences(sequences: Sequence[TeacherSequence]) -> None:
+    """Check that sequences can be sent in one request.
+
+    Raises:
+        TeacherRequestError: The count, a dtype, a shape or a length is not allowed.
+    """
+    if not sequences:
+        raise TeacherRequestError(
+            "expected at least one sequence in a request, got none",
+            argument="sequences",
+            remedy="do not submit empty batches",
+        )
+    if len(sequences) > LIMITS.sequences:
+        raise TeacherRequestError(
+            f"{len(sequences)} sequences in one request, at most {LIMITS.sequences} can be sent",
+            argument="sequences",
+            options=_SPLIT_OPTIONS,
+            remedy=_SPLIT_REMEDY,
+        )
+    for i, sequence in enumerate(sequences):
+        _check_sequence(i, sequence)
+    n_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+    if n_tokens > LIMITS.request_tokens:
+        raise TeacherRequestError(
+            f"{n_tokens} tokens in one request, at most {LIMITS.request_tokens} can be sent",
+            argument="token_ids",
+            options=_SPLIT_OPTIONS,
+            remedy=_SPLIT_REMEDY,
+        )
+
+
+def _check_sequence(i: int, sequence: TeacherSequence) -> None:
+    ids = sequence.token_ids
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
+        raise TeacherRequestError(
+            f"token_ids must be a numpy int32 array [N], got {got}",
+            sequence=i,
+            argument="token_ids",
+            remedy="use np.asarray(ids, np.int32)",
+        )
+    if len(ids) > LIMITS.sequence_tokens:
+        raise TeacherRequestError(
+            f"{len(ids)} tokens, at most {LIMITS.sequence_tokens} can be sent",
+            sequence=i,
+            argument="token_ids",
+            remedy="truncate it",
+        )
+    if type(sequence.prompt_len) is not int or not 1 <= sequence.prompt_len < len(ids):
+        raise TeacherRequestError(
+            f"expected 1 <= prompt_len < number of tokens, got prompt_len={short(sequence.prompt_len):.40} with "
+            f"{len(ids)} tokens: a prompt has at least one token, and an empty response cannot be scored",
+            sequence=i,
+            argument="prompt_len",
+        )
+
+
+def check_temperature(temperature: Any) -> float:
+    """Return a temperature as float.
+
+    Raises:
+        TeacherRequestError: It is not a number within the limits.
+    """
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if is_number and LIMITS.min_temperature <= temperature <= LIMITS.max_temperature:  # False for NaN
+        return float(temperature)
+    raise TeacherRequestError(
+        f"temperature must be a number from {LIMITS.min_temperature:g} to {LIMITS.max_temperature:g}, "
+        f"got {short(temperature):.40}",
+        argument="temperature",
+        options=("gkd.distill_temperature",),
+        remedy="correct gkd.distill_temperature",
+    )
+
+
+def check_top_k(top_k: Any) -> int:
+    """Return ``top_k`` as it is sent: 0 for None.
+
+    Raises:
+        TeacherRequestError: It is neither None nor an integer within the limits.
+    """
+    if top_k is None:
+        return 0
+    if type(top_k) is int and 1 <= top_k <= LIMITS.vocab_size:
+        return top_k
+    raise TeacherRequestError(
+        f"top_k must be 1 to {LIMITS.vocab_size}, or None for all that the teacher returns, got {short(top_k):.40}",
+        argument="top_k",
+        options=("actor_rollout_ref.teacher.top_k",),
+        remedy="correct actor_rollout_ref.teacher.top_k",
+    )
+
+
+def check_wire_dtype(wire_dtype: Any) -> WireDtype:
+    """Return the wire dtype.
+
+    Raises:
+        TeacherRequestError: It is not one of ``WireDtype``.
+    """
+    for allowed in get_args(WireDtype):
+        if wire_dtype == allowed:
+            return allowed
+    raise TeacherRequestError(
+        f"wire_dtype must be float32 or float16, got {short(wire_dtype):.40}",
+        argument="wire_dtype",
+        options=("actor_rollout_ref.teacher.wire_dtype",),
+        remedy="correct actor_rollout_ref.teacher.wire_dtype",
+    )
