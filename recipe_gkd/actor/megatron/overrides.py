@@ -43,7 +43,11 @@ def checked_overrides(
         if name not in names:
             closest = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {closest[0]}?" if closest else f"see megatron.core's class {target.__name__}"
-            raise ConfigError(f"{prefix}.{name} is unknown: {hint}", keys=(f"{prefix}.{name}",))
+            raise ConfigError(
+                f"{prefix}.{name} is unknown: {hint}",
+                keys=(f"{prefix}.{name}",),
+                suggestions=tuple(f"{prefix}.{known}" for known in closest),
+            )
         if expected := _type_problem(hints[name], value):
             raise ConfigError(
                 f"{prefix}.{name}={value}: {expected}",

@@ -52,9 +52,8 @@ class TestDdpConfig:
             options(*(f"{DDP}.{override}" for override in overrides))
 
     def test_misspelled_override_names_the_closest_field(self) -> None:
-        with raises(ConfigError) as caught:
+        with raises(ConfigError, suggestions=(f"{DDP}.overlap_grad_reduce",)):
             options(f"{DDP}.overlap_grad_reduc=true")
-        assert caught.value.what.endswith("did you mean overlap_grad_reduce?")
 
     @pytest.mark.parametrize("overrides", [[f"{DDP}.overlap_param_gather=true"], [PLAIN_OPTIMIZER, *OVERLAP]])
     def test_weight_overlap_without_its_requirements_raises(self, overrides: list[str]) -> None:
