@@ -39,7 +39,7 @@ from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.hybrid.engines import Engines
 from recipe_gkd.hybrid.memory import PhasePeaks
 from recipe_gkd.hybrid.sync_probe import SyncProbe, needs_probe, probe_contexts
-from recipe_gkd.hybrid.turns import Phase, Turns
+from recipe_gkd.hybrid.turns import DevicePhase, Turns
 from recipe_gkd.hybrid.verification import request_ids
 from recipe_gkd.metrics.steps import span
 from recipe_gkd.teacher_routing import Teachers
@@ -49,11 +49,11 @@ from recipe_gkd.weight_sync.model_check import SYNC_METRIC, MismatchGuard
 class Devices(Protocol):
     """Devices of a run."""
 
-    def turn(self, phase: Phase) -> AbstractAsyncContextManager[None]:
+    def turn(self, phase: DevicePhase) -> AbstractAsyncContextManager[None]:
         """Return a context in which the devices have the models of a phase in their memory.
 
         Args:
-            phase: Phase to use.
+            phase: DevicePhase to use.
 
         Raises:
             WorkerError, DeadlineError, WeightSyncError, TeacherError: On entry, if the devices could not be prepared.
@@ -112,7 +112,7 @@ class SeparateDevices:
     def __init__(self, cluster: Cluster, guard: MismatchGuard, probe: SyncProbe | None = None) -> None:
         self._cluster, self._guard, self._probe = cluster, guard, probe
 
-    def turn(self, phase: Phase) -> AbstractAsyncContextManager[None]:
+    def turn(self, phase: DevicePhase) -> AbstractAsyncContextManager[None]:
         """Return an empty context."""
         return nullcontext()
 
@@ -159,7 +159,7 @@ class SharedDevices:
         self._turns = Turns(self._switch)
         self._preparation: asyncio.Future[None] | None = None
 
-    def turn(self, phase: Phase) -> AbstractAsyncContextManager[None]:
+    def turn(self, phase: DevicePhase) -> AbstractAsyncContextManager[None]:
         """Return a context in which the devices have the models of a phase in their memory."""
         if phase == "score" and not self._teacher_sleeps:
             return nullcontext()
@@ -196,7 +196,7 @@ class SharedDevices:
             with suppress(asyncio.CancelledError, Exception):
                 await self._preparation
 
-    async def _switch(self, before: Phase | None, phase: Phase) -> None:
+    async def _switch(self, before: DevicePhase | None, phase: DevicePhase) -> None:
         """Release what the phase does not use, then restore what it uses."""
         if self._is_hybrid:
             await self._memory.record(before)

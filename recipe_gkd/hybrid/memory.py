@@ -11,7 +11,7 @@ from recipe_gkd.cluster import Cluster
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import SYNC_TIMEOUT, timeout_of
 from recipe_gkd.errors import WorkerDied
-from recipe_gkd.hybrid.turns import Phase
+from recipe_gkd.hybrid.turns import DevicePhase
 from recipe_gkd.metrics.steps import GIB
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 
@@ -37,7 +37,7 @@ class PhasePeaks:
         self._tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         self.metrics: dict[str, float] = {}
 
-    async def record(self, phase: Phase | None) -> None:
+    async def record(self, phase: DevicePhase | None) -> None:
         """Record the peak of a phase, and start to measure the next one."""
         try:
             if phase in _MEASURED:

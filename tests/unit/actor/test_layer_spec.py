@@ -26,6 +26,7 @@ from recipe_gkd.actor.megatron.packed_attention import PackedAttention
 from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
 from recipe_gkd.config.megatron_fields import FIXED_FIELDS
 from recipe_gkd.errors import ConfigError
+from tests._support.errors import raises
 from tests._support.layouts import BF16, CP2, OVERRIDE
 from tests._support.tiny_models import MEGATRON, make_config, make_folder
 
@@ -91,19 +92,19 @@ class TestTransformerConfig:
         assert config.moe_router_dtype == "fp32"
 
     @pytest.mark.parametrize(
-        ("override", "reason"),
+        "override",
         [
-            ("attention_backend=unfused", "it is chosen for the GPU"),
-            ("transformer_impl=local", r"it is the key .*\.megatron\.transformer_impl"),
-            ("context_parallel_size=2", r"it is the key .*\.megatron\.context_parallel_size"),
-            ("params_dtype=float16", r"it follows from the key .*\.megatron\.dtype"),
-            ("window_size=[64,0]", "the rollout engine must compute the same model"),
-            ("attention_dropout=0.1", "no such noise"),
-            ("use_te_activation_func=true", "the actor chooses the activation"),
+            "attention_backend=unfused",
+            "transformer_impl=local",
+            "context_parallel_size=2",
+            "params_dtype=float16",
+            "window_size=[64,0]",
+            "attention_dropout=0.1",
+            "use_te_activation_func=true",
         ],
     )
-    def test_override_of_chosen_option_is_refused(self, override: str, reason: str, build: Build) -> None:
-        with pytest.raises(ConfigError, match=f"{override.split('=')[0]}=.* is not allowed, because .*{reason}"):
+    def test_override_of_chosen_option_is_refused(self, override: str, build: Build) -> None:
+        with raises(ConfigError, keys=(f"{OVERRIDE}.{override.split('=')[0]}",)):
             build(CPU, f"+{OVERRIDE}.{override}")
 
     def test_refused_overrides_are_fields_of_megatron(self) -> None:
@@ -124,12 +125,13 @@ class TestTransformerConfig:
         monkeypatch.setattr(TransformerConfig, "__post_init__", lambda self: None)  # would look for the package
         gpu(capability)
         overrides = (CP2.replace("=2", "=3"), BF16)
-        with pytest.raises(ConfigError, match="must divide the 4 heads") if is_refused else nullcontext():
+        keys = tuple(f"{MEGATRON}.{name}" for name in ("context_parallel_size", "tensor_model_parallel_size"))
+        with raises(ConfigError, keys=keys) if is_refused else nullcontext():
             build(GPU, *overrides, ranks=3)
 
     def test_transformer_engine_that_megatron_cannot_use_is_refused(self) -> None:
         assert not gpt_layer_specs.HAVE_TE
-        with pytest.raises(ConfigError, match=r"megatron-core cannot use Transformer Engine.*transformer_impl=local"):
+        with raises(ConfigError, keys=(f"{MEGATRON}.transformer_impl",)):
             ensure_megatron_supports_te()
 
 
