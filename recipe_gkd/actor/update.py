@@ -63,7 +63,7 @@ class Updater:
             vocab_size=n_token_ids,
             tp_group=backend.tp_group,
             cp_group=backend.cp_group,
-            n_teachers=len(self._teachers),
+            teachers=self._teachers,
         )
 
     def update(self, samples: Sequence[Sample], step: int, total_steps: int) -> dict[str, float]:
@@ -119,7 +119,7 @@ class Updater:
         backend, optim = self._backend, self.config.optim
         plan, reports = self._attempts(samples, step, self._accumulate, f"update {step}")
         sums, maxima = self._reduce_over_ranks(reports)
-        if not math.isfinite(sums["loss"]):
+        if not math.isfinite(sums["actor/loss"]):
             uids = [uid for report in reports for uid in report["uids_T"][_is_not_finite(report["loss_T"])]]
             raise self._not_finite_error(step, "the loss is not finite in the samples with uid", uids)
         norm = backend.gradient_norm()
