@@ -129,7 +129,7 @@ class JsonRows:
         return " or ".join(_TYPE_NAMES[each] for each in types if each is not type(None)) or "null", n_null
 
 
-def _repair(row: Mapping[str, object]) -> dict[str, object]:
+def _repair(row: dict[str, object]) -> dict[str, object]:
     """Return a row without halves of characters, and without values that recursive functions cannot walk through."""
     too_deep = Unreadable(f"it has more than {MAX_LEVELS} nested levels")
     return {

@@ -6,10 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
-
-JsonValue: TypeAlias = bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"] | None
-"""Value of a decoded JSON text."""
+from typing import Any, TypeGuard
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a character that UTF-16 writes in two halves. It is no character, and no file or tokenizer accepts it."""
@@ -52,15 +49,14 @@ class Unreadable:
     reason: str
 
 
-def parse_json(text: str) -> JsonValue:
+def parse_json(text: str) -> object:
     """Return the value of a JSON text.
 
     Raises:
         ValueError: The text is no JSON, or has more nested levels than Python can parse.
     """
     try:
-        value: JsonValue = json.loads(text)
-        return value
+        return json.loads(text)
     except RecursionError:
         raise ValueError(f"it has more than {MAX_ROW_LEVELS} nested levels") from None
 
