@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from recipe_gkd.errors import CheckpointError
 from recipe_gkd.runtime.threads import in_thread
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class DiskQueue:
@@ -26,7 +27,7 @@ class DiskQueue:
         self._root = root
         self._last: asyncio.Future[Any] | None = None
 
-    def start(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def start(self, function: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Run ``function(*args)`` in a thread after all operations that were started before.
 
         Returns:
