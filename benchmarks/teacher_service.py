@@ -41,7 +41,8 @@ from teacher_processes import START_TIMEOUT_S, TIMEOUT_S, Service
 from teacher import ScoredSequence, TeacherClient, TeacherSequence
 from teacher.records import LogitSettings
 from teacher.wire import protocol
-from teacher.wire.messages import ScoreReply, WireDtype
+from teacher.wire.limits import WireDtype
+from teacher.wire.messages import ScoreReply
 
 MAX_MODEL_LEN = 1024
 MIN_KILL_REQUESTS = 512  # enough for both workers to be busy when one is killed
@@ -202,7 +203,7 @@ def service_seconds(client: TeacherClient, sequences: list[TeacherSequence]) -> 
 def codec_seconds(scored: list[ScoredSequence], wire_dtype: WireDtype) -> float:
     """Return the duration of encoding and decoding, in seconds, including the client's conversion to float32."""
     began = time.perf_counter()
-    decoded = protocol.decode(protocol.encode_score_reply(1, scored, wire_dtype=wire_dtype))
+    decoded = protocol.decode(protocol.encode(ScoreReply(1, [one.reduced(0, wire_dtype) for one in scored])))
     assert isinstance(decoded, ScoreReply)
     for result in decoded.scored:
         result.topk_logps_TK.astype(np.float32, copy=False)
@@ -224,7 +225,7 @@ def torch_seconds(scored: list[ScoredSequence]) -> float:
 
 def bytes_per_position(scored: list[ScoredSequence], wire_dtype: WireDtype) -> float:
     """Return the bytes on the wire per scored position."""
-    frames = protocol.encode_score_reply(1, scored, wire_dtype=wire_dtype)
+    frames = protocol.encode(ScoreReply(1, [one.reduced(0, wire_dtype) for one in scored]))
     return sum(memoryview(frame).nbytes for frame in frames) / sum(len(result.sampled_logps_T) for result in scored)
 
 

@@ -17,7 +17,7 @@ from teacher.errors import (
 from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
-from teacher.wire.messages import LIMITS, PROTOCOL_VERSION, WireDtype
+from teacher.wire.limits import LIMITS, PROTOCOL_VERSION, WireDtype
 from teacher.wire.request_checks import check_sequences, check_temperature
 
 __all__ = [

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
+
+from teacher.wire.fields import MAX_COUNT, Count, Integer, ListOf, Name, Record
+from teacher.wire.limits import LIMITS, WireDtype
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -69,6 +73,14 @@ class ScoredSequence:
     topk_ids_TK: np.ndarray
     sampled_logps_T: np.ndarray
 
+    def reduced(self, top_k: int, dtype: WireDtype) -> ScoredSequence:
+        """Return the first ``top_k`` columns, 0 for all, with log-probabilities of a dtype. Whole arrays are shared."""
+        if top_k in (0, self.topk_logps_TK.shape[1]) and self.topk_logps_TK.dtype == dtype:
+            return self
+        columns = slice(top_k or None)
+        logps_TK = self.topk_logps_TK[:, columns].astype(dtype, copy=False)
+        return ScoredSequence(logps_TK, self.topk_ids_TK[:, columns], self.sampled_logps_T)
+
 
 @dataclass(frozen=True)
 class LogitSettings:
@@ -94,9 +106,9 @@ class LastToken:
         fingerprint: Fingerprint of all tokens with smaller ids; see ``teacher.fingerprint``.
     """
 
-    id: int
-    text: str
-    fingerprint: str
+    id: Annotated[int, Integer(0, LIMITS.vocab_size)]
+    text: Name
+    fingerprint: Name
 
 
 @dataclass(frozen=True)
@@ -116,15 +128,17 @@ class ModelInfo:
         last_tokens: Last tokens of the tokenizer, by id. Empty if they are unknown.
     """
 
-    model_name: str
-    vocab_size: int
-    n_tokens: int
-    tokenizer_fingerprint: str
-    max_model_len: int
-    n_logprobs: int
-    engine: str
-    eos_token_ids: tuple[int, ...]
-    last_tokens: tuple[LastToken, ...] = field(default=(), kw_only=True)
+    model_name: Name
+    vocab_size: Count
+    n_tokens: Count
+    tokenizer_fingerprint: Name
+    max_model_len: Count
+    n_logprobs: Count
+    engine: Name
+    eos_token_ids: Annotated[tuple[int, ...], ListOf(Integer(0, LIMITS.vocab_size - 1), LIMITS.eos_token_ids)]
+    last_tokens: Annotated[tuple[LastToken, ...], ListOf(Record(LastToken), LIMITS.last_tokens)] = field(
+        default=(), kw_only=True
+    )
 
     def shown(self) -> dict[str, str]:
         """Return the values as text by name; of the last tokens, only the last one."""
@@ -150,5 +164,5 @@ class TeacherInfo(ModelInfo):
         n_workers: Number of registered workers.
     """
 
-    protocol_version: int
-    n_workers: int
+    protocol_version: Count
+    n_workers: Annotated[int, Integer(0, MAX_COUNT)]

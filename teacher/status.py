@@ -5,10 +5,10 @@ Ages and durations are in seconds. Totals count from the start of the proxy.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
-from teacher.errors import TeacherProtocolError, short
+from teacher.wire.fields import Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,50 +153,4 @@ class ServiceStatus:
         Raises:
             TeacherProtocolError: Keys or types differ.
         """
-        checked = _checked(cls, values)
-        return cls(
-            **{
-                **checked,
-                "workers": tuple(_record(WorkerStatus, item) for item in _list(checked["workers"])),
-                "clients": tuple(_record(ClientStatus, item) for item in _list(checked["clients"])),
-                "totals": _record(ServiceTotals, checked["totals"]),
-            }
-        )
-
-
-_Record = TypeVar("_Record")
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
-
-
-_LARGEST = 2.0**62
-"""Largest number of a status."""
-
-
-def _record(record_type: type[_Record], values: Any) -> _Record:
-    return record_type(**_checked(record_type, values))
-
-
-def _checked(record_type: Any, values: Any) -> dict[str, Any]:
-    types = {field.name: field.type for field in fields(record_type)}
-    name_of_type = record_type.__name__
-    if not isinstance(values, dict) or set(values) != set(types):
-        raise TeacherProtocolError(
-            f"{name_of_type} must have the keys {sorted(types)}, got {short(values)}", entry=name_of_type
-        )
-    for name, value in values.items():
-        expected = _TYPES.get(str(types[name]))  # field types are strings in this module
-        if expected is not None and not isinstance(value, expected):
-            raise TeacherProtocolError(
-                f"{name} of {name_of_type} must have type {types[name]}, got {short(value)}", entry=name
-            )
-        if isinstance(value, int | float) and not abs(value) <= _LARGEST:  # also false for NaN
-            raise TeacherProtocolError(
-                f"{name} of {name_of_type} must be at most {_LARGEST:g}, got {short(value)}", entry=name
-            )
-    return values
-
-
-def _list(values: Any) -> list[Any]:
-    if not isinstance(values, list | tuple):
-        raise TeacherProtocolError(f"expected a list, got {short(values)}")
-    return list(values)
+        return cast(ServiceStatus, Record(cls).read(values, cls.__name__))

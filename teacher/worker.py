@@ -40,7 +40,19 @@ from teacher.stop_signal import Stoppable
 from teacher.wire import protocol
 from teacher.wire.connection import WORKER, Connection
 from teacher.wire.frames import Frame
-from teacher.wire.messages import Cancel, Failure, Heartbeat, Probe, Ready, Reregister, Score, SetAsleep, Welcome
+from teacher.wire.messages import (
+    AsleepSet,
+    Cancel,
+    Failure,
+    Goodbye,
+    Heartbeat,
+    Probe,
+    Ready,
+    Reregister,
+    Score,
+    SetAsleep,
+    Welcome,
+)
 from teacher.wire.sockets import BACKEND_PORT, WORKER_HEARTBEAT
 from teacher.worker_jobs import WorkerJobs
 
@@ -116,7 +128,7 @@ class Worker:
             reason, broken = f"{type(error).__name__}: {error}", True
             raise
         finally:
-            self._connection.send(protocol.encode_goodbye(reason, broken=broken))
+            self._connection.send(protocol.encode(Goodbye(reason, broken=broken)))
             self._connection.close(_GOODBYE_LINGER_MS if self._connection.is_up else 0)
 
     def _serve(self, stop: Stoppable, register_until: float, on_registered: Callable[[], None]) -> None:
@@ -167,7 +179,7 @@ class Worker:
             has_sleep_mode=self._sleeper is not None,
             is_asleep=self._is_asleep,
         )
-        self._connection.send(protocol.encode_ready(ready))
+        self._connection.send(protocol.encode(ready))
 
     def _drop_requests(self) -> None:
         self._is_registered = False
@@ -180,14 +192,14 @@ class Worker:
         except TeacherProtocolError as error:
             logger.warning("dropped a message from %s: %s", self.address, error)
             if request_id := protocol.peek_request_id(frames):
-                self._connection.send(protocol.encode_error(request_id, error))
+                self._connection.send(protocol.encode(Failure(request_id, error)))
             return
         if isinstance(message, Failure) and message.request_id == 0:
             raise message.error.replaced(operation="registration", address=self.address)
         match message:
             case Score() if self._is_asleep:  # the proxy does not send any
                 refusal = TeacherAsleep("this worker sleeps", remedy="wake it with `python -m teacher wake`")
-                self._connection.send(protocol.encode_error(message.request_id, refusal))
+                self._connection.send(protocol.encode(Failure(message.request_id, refusal)))
             case Score():
                 self._jobs.add(message)
             case SetAsleep():
@@ -213,14 +225,14 @@ class Worker:
                 options=("--sleep-mode",),
                 remedy="start it with SLEEP_MODE=1 (--sleep-mode)",
             )
-            self._connection.send(protocol.encode_error(request.request_id, error))
+            self._connection.send(protocol.encode(Failure(request.request_id, error)))
             return
         if request.asleep != self._is_asleep:
             limit_s = self._stall_timeout_s and max(self._stall_timeout_s, request.timeout_s)
             with stall_watchdog(limit_s):
                 self._sleeper.sleep() if request.asleep else self._sleeper.wake()
             self._is_asleep = request.asleep
-        self._connection.send(protocol.encode_asleep_set(request.request_id, asleep=request.asleep, n_workers=1))
+        self._connection.send(protocol.encode(AsleepSet(request.request_id, asleep=request.asleep, n_workers=1)))
 
     def _step(self) -> None:
         started_at = time.monotonic()
@@ -263,4 +275,4 @@ class _HeartbeatSender:
         if (now := time.monotonic()) >= self._next_at:
             self._next_at = now + WORKER_HEARTBEAT.interval_s
             if is_registered:
-                self._send(protocol.encode_heartbeat(self._progress))
+                self._send(protocol.encode(self._progress))

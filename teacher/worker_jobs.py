@@ -27,7 +27,7 @@ from teacher.errors import TeacherChanged, TeacherError, TeacherRequestError
 from teacher.records import ScoredSequence
 from teacher.wire import protocol
 from teacher.wire.frames import Frame
-from teacher.wire.messages import Score
+from teacher.wire.messages import Failure, Score, ScoreReply
 
 logger = logging.getLogger(__name__)
 
@@ -153,12 +153,8 @@ class WorkerJobs:
         job.scored[key] = scored
         if len(job.scored) == len(job.keys):
             del self._jobs[request.request_id]
-            results = [job.scored[key] for key in job.keys]
-            self._send(
-                protocol.encode_score_reply(
-                    request.request_id, results, top_k=request.top_k, wire_dtype=request.wire_dtype
-                )
-            )
+            results = [job.scored[key].reduced(request.top_k, request.wire_dtype) for key in job.keys]
+            self._send(protocol.encode(ScoreReply(request.request_id, results)))
         return len(request.sequences[key - job.keys[0]].token_ids)
 
     def cancel(self, request_id: int) -> None:
@@ -177,4 +173,4 @@ class WorkerJobs:
         self._engine.discard([key for key in job.keys if self._job_of_key.pop(key, None) is not None])
 
     def _send_error(self, request_id: int, error: TeacherError) -> None:
-        self._send(protocol.encode_error(request_id, error))
+        self._send(protocol.encode(Failure(request_id, error)))

@@ -18,13 +18,20 @@ from teacher.commands.table import format_status
 from teacher.errors import TeacherError, TeacherProtocolError, TeacherRequestError
 from teacher.records import ModelInfo, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
-from teacher.wire import header as checked
 from teacher.wire import protocol, request_checks
+from teacher.wire.fields import Content
 from teacher.wire.frames import unpack_arrays, unpack_header
-from teacher.wire.messages import PROTOCOL_VERSION, Failure, Info, Ready, Score, ScoreReply, Status
+from teacher.wire.limits import PROTOCOL_VERSION
+from teacher.wire.messages import MESSAGES, REQUEST_ID, Failure, Info, Ready, Score, ScoreReply, Status
 
 _MAX_ERROR_CHARS = 2000
 _MAX_ID = 2**63 - 1
+_WIRE_TYPES = [
+    wire_type
+    for message in MESSAGES.values()
+    for wire_type in message.wire_types().values()
+    if "arrays" not in wire_type.entries
+]
 
 
 class FunctionTarget:
@@ -112,26 +119,13 @@ def _first(frames: Frames) -> bytes:
 
 
 def _read_header(frames: Frames) -> None:
-    """Read every key of a header with every accessor."""
-    header = unpack_header(_first(frames))
-    readers: list[Callable[[], object]] = [
-        lambda: checked.request_id(header),
-        lambda: checked.timeout_s(header),
-        lambda: checked.record(header, ModelInfo),
-        lambda: checked.record(header, TeacherInfo),
-        lambda: checked.expect_keys(header, {"v", "kind", "id", "arrays"}),
-    ]
-    for key in header:
-        readers += [
-            lambda key=key: checked.text(header, key),  # type: ignore[misc]
-            lambda key=key: checked.boolean(header, key),  # type: ignore[misc]
-            lambda key=key: checked.integer(header, key, 0, 2**40),  # type: ignore[misc]
-            lambda key=key: checked.number(header, key, -1, 2**40),  # type: ignore[misc]
-        ]
-    for reader in readers:
-        with suppress(TeacherProtocolError):
-            reader()
-    checked.request_id(header)
+    """Read every key of a header with every wire type."""
+    content = Content(unpack_header(_first(frames)), [])
+    for wire_type in _WIRE_TYPES:
+        for key in [*content.header, "missing"]:
+            with suppress(TeacherProtocolError):
+                wire_type.load(content, key)
+    REQUEST_ID.load(content, "")
 
 
 def _read_frames(frames: Frames) -> None:
@@ -190,20 +184,20 @@ def _decode(frames: Frames) -> None:
                 scored.topk_logps_TK.astype(np.float32, copy=False)
         case Ready():
             info = TeacherInfo(**vars(message.info), protocol_version=PROTOCOL_VERSION, n_workers=1)
-            _must_decode("the reply to a hello", protocol.encode_info(1, info), Info)
+            _must_decode("the reply to a hello", protocol.encode(Info(1, info)), Info)
             _use_model(message.info)
         case Info():
             _use_model(message.info)
         case Status():
             _use_status(message.status)
         case Failure():
-            _must_decode("the error that the proxy passes on", protocol.encode_error(1, message.error), Failure)
+            _must_decode("the error that the proxy passes on", protocol.encode(Failure(1, message.error)), Failure)
 
 
 def _use_model(info: ModelInfo) -> None:
     """Send a request for this model, as a client does that received the description."""
     info.shown()
-    frames = protocol.encode_score(1, 1.0, seeds.SEQUENCES, model=info.identity)
+    frames = protocol.encode(Score(1, 1.0, seeds.SEQUENCES, model=info.identity))
     _must_decode(f"a request for a model whose name has {len(info.model_name)} characters", frames, Score)
 
 

@@ -22,7 +22,18 @@ from fuzzing.memory import resident_bytes
 from fuzzing.targets import Defect, Hang
 from teacher.errors import TeacherProtocolError
 from teacher.wire import protocol
-from teacher.wire.messages import AsleepSet, Failure, Message, Probe, ScoreReply, Status
+from teacher.wire.messages import (
+    AsleepSet,
+    Cancel,
+    Failure,
+    Message,
+    Probe,
+    Score,
+    ScoreReply,
+    SetAsleep,
+    Status,
+    StatusRequest,
+)
 from teacher.worker import Worker
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -152,7 +163,7 @@ class ValidClient:
     def status(self) -> Status:
         """Return the status."""
         request_id = self._next_id()
-        self._peer.send(protocol.encode_status_request(request_id, 5.0))
+        self._peer.send(protocol.encode(StatusRequest(request_id, 5.0)))
         found, _ = self._peer.wait_for(
             lambda message: getattr(message, "request_id", 0) == request_id, _ANSWER_TIMEOUT_S
         )
@@ -168,8 +179,8 @@ class ValidClient:
             Hang: There is no reply.
         """
         for frames, kind in (
-            (lambda i: protocol.encode_set_asleep(i, 5.0, asleep=False), AsleepSet),
-            (lambda i: protocol.encode_score(i, 5.0, seeds.SEQUENCES), ScoreReply),
+            (lambda i: protocol.encode(SetAsleep(i, 5.0, asleep=False)), AsleepSet),
+            (lambda i: protocol.encode(Score(i, 5.0, seeds.SEQUENCES)), ScoreReply),
         ):
             request_id = self._next_id()
             self._peer.send(frames(request_id))
@@ -183,17 +194,17 @@ class ValidClient:
 
     def wake(self) -> None:
         """Send a request to wake up the service. Its reply is dropped."""
-        self._peer.send(protocol.encode_set_asleep(self._next_id(), 60.0, asleep=False))
+        self._peer.send(protocol.encode(SetAsleep(self._next_id(), 60.0, asleep=False)))
 
     def submit(self) -> int:
         """Send a request, and return its id."""
         request_id = self._next_id()
-        self._peer.send(protocol.encode_score(request_id, 60.0, seeds.SEQUENCES))
+        self._peer.send(protocol.encode(Score(request_id, 60.0, seeds.SEQUENCES)))
         return request_id
 
     def cancel(self, request_id: int) -> None:
         """Cancel a request."""
-        self._peer.send(protocol.encode_cancel(request_id))
+        self._peer.send(protocol.encode(Cancel(request_id)))
 
     def has_reply(self, request_id: int) -> bool:
         """Drop all received messages. Return True if one of them belongs to the request."""

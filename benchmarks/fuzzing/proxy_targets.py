@@ -11,7 +11,18 @@ from fuzzing.proxy_process import Peer, ProxyProcess, ValidClient, WorkerThread
 from fuzzing.targets import HANG_S, Defect, Frames, Hang
 from teacher.errors import TeacherProtocolError
 from teacher.wire import protocol
-from teacher.wire.messages import Failure, Message, Reregister, Score, SetAsleep, Welcome
+from teacher.wire.messages import (
+    AsleepSet,
+    Failure,
+    Hello,
+    Message,
+    Reregister,
+    Score,
+    ScoreReply,
+    SetAsleep,
+    StatusRequest,
+    Welcome,
+)
 
 _CHECK_INPUTS = 100
 """Inputs after which a valid request must be served."""
@@ -139,7 +150,7 @@ class ClientSideTarget(ProxyTarget):
     def _send(self, frames: Frames) -> bool:
         barrier_id = _BARRIER_ID + self._n_inputs
         self._peer.send(set_request_id(frames or [b""], seeds.REQUEST_ID, self._n_inputs))
-        self._peer.send(protocol.encode_status_request(barrier_id, 5.0))
+        self._peer.send(protocol.encode(StatusRequest(barrier_id, 5.0)))
         self._peer.wait_for(lambda message: getattr(message, "request_id", 0) == barrier_id, _WAIT_S)
         return _is_valid(frames)
 
@@ -174,7 +185,7 @@ class WorkerSideTarget(ProxyTarget):
             if time.monotonic() > deadline:
                 raise Hang("a worker could not register, or got no request")
             if not self._is_registered:
-                self._peer.send([bytes(frame) for frame in protocol.encode_ready(seeds.READY)])
+                self._peer.send([bytes(frame) for frame in protocol.encode(seeds.READY)])
                 self._is_registered, self._job_id = True, 0
                 self._barrier()
             if not self._job_id:
@@ -196,7 +207,7 @@ class WorkerSideTarget(ProxyTarget):
     def _barrier(self) -> None:
         """Wait until the proxy has read everything before."""
         barrier_id = _BARRIER_ID + self._n_inputs
-        self._peer.send(protocol.encode_hello(barrier_id, 5.0))
+        self._peer.send(protocol.encode(Hello(barrier_id, 5.0)))
         _, others = self._peer.wait_for(lambda message: getattr(message, "request_id", 0) == barrier_id, _WAIT_S)
         for message in others:
             self._follow(message)
@@ -211,7 +222,7 @@ class WorkerSideTarget(ProxyTarget):
         elif isinstance(message, Welcome):
             self._is_registered, self._job_id = True, 0
         elif isinstance(message, SetAsleep):
-            self._peer.send(protocol.encode_asleep_set(message.request_id, asleep=message.asleep, n_workers=1))
+            self._peer.send(protocol.encode(AsleepSet(message.request_id, asleep=message.asleep, n_workers=1)))
 
     def check(self) -> None:
         """Check the status, and that a valid worker can register and score."""
@@ -219,7 +230,7 @@ class WorkerSideTarget(ProxyTarget):
         self._valid.status()
         self._is_registered = False
         self._ensure_job()
-        frames = protocol.encode_score_reply(self._job_id, seeds.scores(seeds.SEQUENCES))
+        frames = protocol.encode(ScoreReply(self._job_id, seeds.scores(seeds.SEQUENCES)))
         self._peer.send(frames)
         self._barrier()
         deadline = time.monotonic() + _WAIT_S

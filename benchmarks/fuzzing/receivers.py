@@ -23,7 +23,7 @@ from fuzzing.targets import HANG_S, Defect, Frames, Hang
 from teacher.client import TeacherClient
 from teacher.errors import TeacherAsleep, TeacherClosed, TeacherError, TeacherProtocolError, TeacherRequestError
 from teacher.wire import protocol
-from teacher.wire.messages import AsleepSet, Failure, Message, Ready, ScoreReply
+from teacher.wire.messages import AsleepSet, Failure, Message, Ready, Score, ScoreReply, SetAsleep, Welcome
 from teacher.worker import Worker
 
 _RENEWAL_INPUTS = 5000
@@ -132,7 +132,7 @@ class ClientTarget:
         request = self._router.receive()
         request_id = getattr(request, "request_id", 0)
         self._router.send(set_request_id(frames, seeds.REQUEST_ID, request_id))
-        self._router.send(protocol.encode_error(request_id, TeacherRequestError("the call was ended")))
+        self._router.send(protocol.encode(Failure(request_id, TeacherRequestError("the call was ended"))))
         return self._result(future)
 
     def _call(self, kind: object) -> Future[Any]:
@@ -215,7 +215,7 @@ class WorkerTarget:
     def _finish_registration(self, message: Message) -> None:
         if not isinstance(message, Ready):
             raise Defect(f"expected Ready, got {type(message).__name__}")
-        self._router.send(protocol.encode_welcome())
+        self._router.send(protocol.encode(Welcome()))
 
     def run(self, frames: Frames) -> bool:
         """Send the message and a valid request, and wait for its scores."""
@@ -255,7 +255,7 @@ class WorkerTarget:
             elif isinstance(message, Failure) and message.request_id == barrier_id:
                 if not isinstance(message.error, TeacherAsleep):
                     raise Defect(f"a valid request was refused: {str(message.error)[:100]}")
-                self._router.send(protocol.encode_set_asleep(_BARRIER_ID, 5.0, asleep=False))
+                self._router.send(protocol.encode(SetAsleep(_BARRIER_ID, 5.0, asleep=False)))
             elif isinstance(message, AsleepSet) and message.request_id == _BARRIER_ID:
                 barrier_id = self._send_request()
             elif type(message).__name__ == "Goodbye":
@@ -265,7 +265,7 @@ class WorkerTarget:
     def _send_request(self) -> int:
         self._n_barriers += 1
         request_id = _BARRIER_ID + self._n_barriers
-        self._router.send(protocol.encode_score(request_id, 5.0, seeds.SEQUENCES))
+        self._router.send(protocol.encode(Score(request_id, 5.0, seeds.SEQUENCES)))
         return request_id
 
     def _join(self) -> None:

@@ -11,7 +11,27 @@ from teacher.errors import TeacherProtocolError, TeacherRequestError, TeacherTim
 from teacher.records import LastToken, LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ClientStatus, ServiceStatus, ServiceTotals, WorkerStatus
 from teacher.wire import protocol
-from teacher.wire.messages import PROTOCOL_VERSION, Heartbeat, Ready
+from teacher.wire.limits import PROTOCOL_VERSION
+from teacher.wire.messages import (
+    AsleepSet,
+    Cancel,
+    Failure,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Info,
+    Message,
+    Probe,
+    Ready,
+    Reregister,
+    RetryLater,
+    Score,
+    ScoreReply,
+    SetAsleep,
+    Status,
+    StatusRequest,
+    Welcome,
+)
 
 REQUEST_ID = 1
 """Request id of all seeds. Targets replace it by the id of an open request."""
@@ -84,61 +104,57 @@ def status() -> ServiceStatus:
 def from_clients() -> list[Frames]:
     """Return the messages that clients send."""
     return _copied(
-        protocol.encode_hello(REQUEST_ID, TIMEOUT_S),
-        protocol.encode_status_request(REQUEST_ID, TIMEOUT_S),
-        protocol.encode_score(REQUEST_ID, TIMEOUT_S, SEQUENCES, LogitSettings(0.7, 90), top_k=2, wire_dtype="float16"),
-        protocol.encode_score(REQUEST_ID, TIMEOUT_S, SEQUENCES[:1], model=MODEL.identity),
-        protocol.encode_cancel(REQUEST_ID),
-        protocol.encode_set_asleep(REQUEST_ID, TIMEOUT_S, asleep=True),
-        protocol.encode_set_asleep(REQUEST_ID, TIMEOUT_S, asleep=False),
+        Hello(REQUEST_ID, TIMEOUT_S),
+        StatusRequest(REQUEST_ID, TIMEOUT_S),
+        Score(REQUEST_ID, TIMEOUT_S, SEQUENCES, LogitSettings(0.7, 90), top_k=2, wire_dtype="float16"),
+        Score(REQUEST_ID, TIMEOUT_S, SEQUENCES[:1], model=MODEL.identity),
+        Cancel(REQUEST_ID),
+        SetAsleep(REQUEST_ID, TIMEOUT_S, asleep=True),
+        SetAsleep(REQUEST_ID, TIMEOUT_S, asleep=False),
     )
 
 
 def to_clients() -> list[Frames]:
     """Return the messages that clients receive."""
     return _copied(
-        protocol.encode_info(REQUEST_ID, TeacherInfo(**vars(MODEL), protocol_version=PROTOCOL_VERSION, n_workers=1)),
-        protocol.encode_status(REQUEST_ID, status()),
-        protocol.encode_score_reply(REQUEST_ID, scores(SEQUENCES)),
-        protocol.encode_score_reply(REQUEST_ID, scores(SEQUENCES), top_k=2, wire_dtype="float16"),
-        protocol.encode_retry_later(REQUEST_ID, "the queue is full"),
-        protocol.encode_error(
-            REQUEST_ID, TeacherTimeout("late", stage="changing", workers=("host:1",), details=("one more line",))
-        ),
-        protocol.encode_error(
-            REQUEST_ID, TeacherRequestError("token id 200 is outside", sequence=1, remedy="lower it")
-        ),
-        protocol.encode_asleep_set(REQUEST_ID, asleep=True, n_workers=1),
-        protocol.encode_probe(),
+        Info(REQUEST_ID, TeacherInfo(**vars(MODEL), protocol_version=PROTOCOL_VERSION, n_workers=1)),
+        Status(REQUEST_ID, status()),
+        ScoreReply(REQUEST_ID, scores(SEQUENCES)),
+        ScoreReply(REQUEST_ID, [one.reduced(2, "float16") for one in scores(SEQUENCES)]),
+        RetryLater(REQUEST_ID, "the queue is full"),
+        Failure(REQUEST_ID, TeacherTimeout("late", stage="changing", workers=("host:1",), details=("one more line",))),
+        Failure(REQUEST_ID, TeacherRequestError("token id 200 is outside", sequence=1, remedy="lower it")),
+        AsleepSet(REQUEST_ID, asleep=True, n_workers=1),
+        Probe(),
     )
 
 
 def from_workers() -> list[Frames]:
     """Return the messages that workers send."""
     return _copied(
-        protocol.encode_ready(READY),
-        protocol.encode_heartbeat(Heartbeat(1, 2, 3, 4.0)),
-        protocol.encode_score_reply(REQUEST_ID, scores(SEQUENCES)),
-        protocol.encode_error(REQUEST_ID, TeacherProtocolError("refused", entry="v", peer_version=7)),
-        protocol.encode_asleep_set(REQUEST_ID, asleep=True, n_workers=1),
-        protocol.encode_goodbye("stopped"),
-        protocol.encode_goodbye("RuntimeError: failed", broken=True),
+        READY,
+        Heartbeat(1, 2, 3, 4.0),
+        ScoreReply(REQUEST_ID, scores(SEQUENCES)),
+        Failure(REQUEST_ID, TeacherProtocolError("refused", entry="v", peer_version=7)),
+        AsleepSet(REQUEST_ID, asleep=True, n_workers=1),
+        Goodbye("stopped"),
+        Goodbye("RuntimeError: failed", broken=True),
     )
 
 
 def to_workers() -> list[Frames]:
     """Return the messages that workers receive."""
     return _copied(
-        protocol.encode_score(REQUEST_ID, TIMEOUT_S, SEQUENCES, LogitSettings(0.7, 90), top_k=2, wire_dtype="float16"),
-        protocol.encode_score(REQUEST_ID, TIMEOUT_S, SEQUENCES, model=MODEL.identity),
-        protocol.encode_cancel(REQUEST_ID),
-        protocol.encode_set_asleep(REQUEST_ID, TIMEOUT_S, asleep=True),
-        protocol.encode_set_asleep(REQUEST_ID, TIMEOUT_S, asleep=False),
-        protocol.encode_welcome(),
-        protocol.encode_reregister(),
-        protocol.encode_probe(),
-        protocol.encode_error(REQUEST_ID, TeacherRequestError("refused")),
-        protocol.encode_error(0, TeacherRequestError("refused")),
+        Score(REQUEST_ID, TIMEOUT_S, SEQUENCES, LogitSettings(0.7, 90), top_k=2, wire_dtype="float16"),
+        Score(REQUEST_ID, TIMEOUT_S, SEQUENCES, model=MODEL.identity),
+        Cancel(REQUEST_ID),
+        SetAsleep(REQUEST_ID, TIMEOUT_S, asleep=True),
+        SetAsleep(REQUEST_ID, TIMEOUT_S, asleep=False),
+        Welcome(),
+        Reregister(),
+        Probe(),
+        Failure(REQUEST_ID, TeacherRequestError("refused")),
+        Failure(0, TeacherRequestError("refused")),
     )
 
 
@@ -153,7 +169,7 @@ def zmtp(socket_type: bytes) -> list[Frames]:
     command = b"\x05READY" + properties
     ready = b"\x04" + bytes([len(command)]) + command
     ping = b"\x04\x07\x04PING\0\0"
-    probe = _zmtp_message([bytes(frame) for frame in protocol.encode_probe()])
+    probe = _zmtp_message([bytes(frame) for frame in protocol.encode(Probe())])
     score_reply = _zmtp_message(to_clients()[2])
     long_frame = b"\x02" + (1000).to_bytes(8, "big") + bytes(1000)
     return [
@@ -196,5 +212,5 @@ HTTP_WORDS = [
 ]
 
 
-def _copied(*messages: list[object]) -> list[Frames]:
-    return [[bytes(frame) for frame in message] for message in messages]  # type: ignore[call-overload]
+def _copied(*messages: Message) -> list[Frames]:
+    return [[bytes(frame) for frame in protocol.encode(message)] for message in messages]

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from teacher.errors import TeacherError, TeacherProtocolError
+from teacher.wire import protocol
 from teacher.wire.frames import Frame
 from teacher.wire.messages import Message
 
@@ -93,7 +94,7 @@ class ProxyCall(Call[R]):
         self,
         description: str,
         timeout_s: float,
-        encode: Callable[[int, float], list[Frame]],
+        request: Callable[[int, float], Message],
         expected: type[Message],
         read: Callable[[Any], R],
     ) -> None:
@@ -102,16 +103,16 @@ class ProxyCall(Call[R]):
         Args:
             description: Subject of error messages.
             timeout_s: Time limit, in seconds.
-            encode: Encoder of the request, from request id and timeout.
+            request: Function from request id and timeout to the request.
             expected: Type of the reply.
             read: Function from the reply to the result of the call.
         """
         super().__init__(description, timeout_s, n_requests=1)
-        self._encode, self._expected, self._read = encode, expected, read
+        self._request, self._expected, self._read = request, expected, read
 
     def encode(self, request_id: int, timeout_s: float) -> list[Frame]:
         """Return the message of the request."""
-        return self._encode(request_id, timeout_s)
+        return protocol.encode(self._request(request_id, timeout_s))
 
     def accept(self, request_id: int, message: Message) -> None:
         """Resolve the call with the reply.

@@ -16,8 +16,9 @@ from teacher.errors import TeacherError, TeacherProtocolError
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherSequence
 from teacher.wire import protocol
 from teacher.wire.frames import Frame
-from teacher.wire.messages import Message, ScoreReply, WireDtype
-from teacher.wire.request_checks import check_sequences
+from teacher.wire.limits import WireDtype
+from teacher.wire.messages import Message, Score, ScoreReply
+from teacher.wire.request_checks import check_sequences, check_top_k
 
 CHUNK_TOKENS = 4096
 MAX_CHUNK_REPLY_BYTES = 256 << 20  # a worker keeps the results of a chunk in memory until the chunk is complete
@@ -83,14 +84,16 @@ class ScoreCall(Call[list[ScoredSequence]]):
         )
         super().__init__(f"scoring {len(sequences)} sequences", timeout_s, len(self._chunks))
         self._messages = [
-            protocol.encode_score(
-                0,
-                timeout_s,
-                sequences[chunk.start : chunk.stop],
-                logits,
-                top_k=top_k,
-                wire_dtype=wire_dtype,
-                model=model.identity if model is not None else "",
+            protocol.encode(
+                Score(
+                    0,
+                    timeout_s,
+                    sequences[chunk.start : chunk.stop],
+                    logits,
+                    top_k=check_top_k(top_k),
+                    wire_dtype=wire_dtype,
+                    model=model.identity if model is not None else "",
+                )
             )
             for chunk in self._chunks
         ]

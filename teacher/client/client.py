@@ -17,10 +17,10 @@ from teacher.client.io_thread import ClientIOThread
 from teacher.errors import TeacherRequestError
 from teacher.records import LogitSettings, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
-from teacher.wire import protocol
 from teacher.wire.auth import ClientKeys, client_keys, is_loopback
 from teacher.wire.connection import CLIENT, Connection, PeerRole
-from teacher.wire.messages import LIMITS, AsleepSet, Info, Status, WireDtype
+from teacher.wire.limits import LIMITS, WireDtype
+from teacher.wire.messages import AsleepSet, Hello, Info, SetAsleep, Status, StatusRequest
 from teacher.wire.request_checks import check_top_k, check_wire_dtype
 from teacher.wire.sockets import FRONTEND_PORT
 
@@ -284,7 +284,7 @@ class TeacherClient:
         Raises:
             TeacherError: The timeout is out of range, or the client is closed.
         """
-        call = ProxyCall("hello", self._resolve_timeout_s(timeout_s), protocol.encode_hello, Info, self._set_model)
+        call = ProxyCall("hello", self._resolve_timeout_s(timeout_s), Hello, Info, self._set_model)
         self._io_threads[0].start(call)
         return call.future
 
@@ -294,9 +294,7 @@ class TeacherClient:
         Raises:
             TeacherError: The timeout is out of range, or the client is closed.
         """
-        call = ProxyCall(
-            "status", _check_timeout_s(timeout_s), protocol.encode_status_request, Status, lambda reply: reply.status
-        )
+        call = ProxyCall("status", _check_timeout_s(timeout_s), StatusRequest, Status, lambda reply: reply.status)
         self._io_threads[0].start(call)
         return call.future
 
@@ -317,9 +315,9 @@ class TeacherClient:
         return self._set_asleep("wake-up", timeout_s, asleep=False)
 
     def _set_asleep(self, description: str, timeout_s: float | None, *, asleep: bool) -> Future[int]:
-        encode = functools.partial(protocol.encode_set_asleep, asleep=asleep)
+        request = functools.partial(SetAsleep, asleep=asleep)
         call = ProxyCall(
-            description, self._resolve_timeout_s(timeout_s), encode, AsleepSet, lambda reply: int(reply.n_workers)
+            description, self._resolve_timeout_s(timeout_s), request, AsleepSet, lambda reply: int(reply.n_workers)
         )
         self._io_threads[0].start(call)
         return call.future

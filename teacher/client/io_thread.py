@@ -25,7 +25,7 @@ from teacher.errors import TeacherClosed, TeacherError, TeacherProtocolError, Te
 from teacher.wire import protocol
 from teacher.wire.connection import Connection
 from teacher.wire.frames import Frame
-from teacher.wire.messages import AsleepSet, Failure, Info, Probe, RetryLater, ScoreReply, Status
+from teacher.wire.messages import AsleepSet, Cancel, Failure, Info, Probe, RetryLater, ScoreReply, Status
 from teacher.wire.sockets import DIAGNOSIS_HINT
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class ClientIOThread:
         with suppress(zmq.ZMQError):  # a broken socket may be the reason
             for request in requests:
                 if request.is_sent:
-                    self._connection.send(protocol.encode_cancel(request.request_id))
+                    self._connection.send(protocol.encode(Cancel(request.request_id)))
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -245,5 +245,5 @@ class ClientIOThread:
             if request.call.future.cancelled():
                 request.call.confirm_cancellation()
             if request.is_sent:
-                self._connection.send(protocol.encode_cancel(request.request_id))
+                self._connection.send(protocol.encode(Cancel(request.request_id)))
         return requests

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from teacher.engines.eos import declared_eos_ids
 from teacher.errors import TeacherSetupError
 from teacher.weight_files import find_damaged_weights
-from teacher.wire.messages import LIMITS
+from teacher.wire.limits import LIMITS
 
 T = TypeVar("T")
 

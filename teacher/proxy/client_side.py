@@ -21,7 +21,21 @@ from teacher.proxy.status_tracker import StatusTracker
 from teacher.records import TeacherInfo
 from teacher.wire import protocol
 from teacher.wire.frames import Frame
-from teacher.wire.messages import PROTOCOL_VERSION, Cancel, Hello, Message, Score, SetAsleep, StatusRequest
+from teacher.wire.limits import PROTOCOL_VERSION
+from teacher.wire.messages import (
+    AsleepSet,
+    Cancel,
+    Failure,
+    Hello,
+    Info,
+    Message,
+    Probe,
+    RetryLater,
+    Score,
+    SetAsleep,
+    Status,
+    StatusRequest,
+)
 from teacher.wire.sockets import DIAGNOSIS_HINT
 
 logger = logging.getLogger(__name__)
@@ -74,7 +88,7 @@ class ClientSide:
             case StatusRequest():
                 if now - self._tracker.latest_at > _MIN_STATUS_AGE_PER_REQUEST_S * len(self._dispatcher.open_jobs):
                     self._tracker.refresh(now, draining=self._drain.is_active)
-                self.reply(client, protocol.encode_status(message.request_id, self._tracker.latest))
+                self.reply(client, protocol.encode(Status(message.request_id, self._tracker.latest)))
             case _:
                 raise TeacherProtocolError(
                     f"a client cannot send {type(message).__name__}",
@@ -84,7 +98,7 @@ class ClientSide:
 
     def on_invalid_message(self, client: bytes, request_id: int, error: TeacherProtocolError) -> None:
         """Reply to a message that could not be decoded."""
-        send_to_peer(self._frontend, client, protocol.encode_error(request_id, error))
+        send_to_peer(self._frontend, client, protocol.encode(Failure(request_id, error)))
 
     def _on_score(self, key: RequestKey, message: Score, frames: list[Frame], now: float) -> None:
         if self._drain.is_active:
@@ -127,7 +141,7 @@ class ClientSide:
 
     def _cancel_at_worker(self, job: Job, worker: RegisteredWorker | None) -> None:
         if worker is not None:
-            send_to_peer(self._backend, worker.identity, protocol.encode_cancel(job.job_id))
+            send_to_peer(self._backend, worker.identity, protocol.encode(Cancel(job.job_id)))
 
     # --- replies to clients ---
 
@@ -138,10 +152,10 @@ class ClientSide:
 
     def reply_error(self, key: RequestKey, error: TeacherError) -> None:
         """Send the error of a request."""
-        self.reply(key.client, protocol.encode_error(key.request_id, error))
+        self.reply(key.client, protocol.encode(Failure(key.request_id, error)))
 
     def _retry_later(self, key: RequestKey, reason: str) -> None:
-        self.reply(key.client, protocol.encode_retry_later(key.request_id, reason))
+        self.reply(key.client, protocol.encode(RetryLater(key.request_id, reason)))
 
     def answer_hellos(self) -> None:
         """Answer the waiting hellos if there is a worker."""
@@ -150,7 +164,7 @@ class ClientSide:
         n_workers = len(self._dispatcher.workers)
         info = TeacherInfo(**vars(model), protocol_version=PROTOCOL_VERSION, n_workers=n_workers)
         for key in list(self._hello_deadlines):
-            self.reply(key.client, protocol.encode_info(key.request_id, info))
+            self.reply(key.client, protocol.encode(Info(key.request_id, info)))
         self._hello_deadlines.clear()
 
     def expire(self, now: float) -> None:
@@ -179,7 +193,7 @@ class ClientSide:
             if isinstance(reply, TeacherError):
                 self.reply_error(key, reply)
             else:
-                frames = protocol.encode_asleep_set(key.request_id, asleep=reply.asleep, n_workers=reply.n_workers)
+                frames = protocol.encode(AsleepSet(key.request_id, asleep=reply.asleep, n_workers=reply.n_workers))
                 self.reply(key.client, frames)
 
     def refuse_waiting(self) -> None:
@@ -196,7 +210,7 @@ class ClientSide:
     def return_all(self) -> None:
         """Return all open requests to their clients, before the sockets are closed."""
         for job in self._dispatcher.open_jobs:
-            self._outbox.send(job.key.client, protocol.encode_retry_later(job.key.request_id, DRAIN_REASON))
+            self._outbox.send(job.key.client, protocol.encode(RetryLater(job.key.request_id, DRAIN_REASON)))
 
     # --- lost clients ---
 
@@ -209,7 +223,7 @@ class ClientSide:
         """Detect disconnected clients with open requests. libzmq reports a disconnection only to a sender."""
         waiting = {job.key.client for job in self._dispatcher.open_jobs} | {key.client for key in self._sleep.waiting}
         for client in waiting - self.blocked_clients:
-            if not send_to_peer(self._frontend, client, protocol.encode_probe()):
+            if not send_to_peer(self._frontend, client, protocol.encode(Probe())):
                 self._on_client_lost(client, "its connection ended")
 
     def _on_client_lost(self, client: bytes, reason: str) -> None:

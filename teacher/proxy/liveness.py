@@ -13,6 +13,7 @@ from teacher.proxy.proxy_sockets import ProxySockets, send_to_peer
 from teacher.proxy.status_tracker import StatusTracker
 from teacher.proxy.worker_side import CONNECTION_LOST, WorkerSide
 from teacher.wire import protocol
+from teacher.wire.messages import Probe
 
 CHECK_INTERVAL_S = 1.0
 STALL_TIMEOUT_S = 60.0
@@ -55,7 +56,7 @@ class LivenessMonitor:
     def _check_workers(self, now: float) -> None:
         for identity, worker in list(self._dispatcher.workers.items()):
             max_silence_s = SILENCE_PER_STALL_TIMEOUT * max(self._stall_timeout_s, worker.stall_timeout_s)
-            if not send_to_peer(self._backend, identity, protocol.encode_probe()):
+            if not send_to_peer(self._backend, identity, protocol.encode(Probe())):
                 self._workers.remove(identity, CONNECTION_LOST)
             elif (silence_s := self._tracker.silence_s(identity, now)) > max_silence_s:
                 if worker.change is None:

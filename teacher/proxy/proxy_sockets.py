@@ -13,7 +13,7 @@ from teacher.errors import TeacherError, TeacherSetupError
 from teacher.proxy.curve_authenticator import CurveAuthenticator
 from teacher.wire.auth import ServerKeys, check_bind
 from teacher.wire.frames import Frame
-from teacher.wire.messages import LIMITS
+from teacher.wire.limits import LIMITS
 from teacher.wire.sockets import CLIENT_HEARTBEAT, WORKER_HEARTBEAT, make_socket, send
 
 logger = logging.getLogger(__name__)

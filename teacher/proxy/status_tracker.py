@@ -11,7 +11,8 @@ from teacher.proxy.jobs import Job, RegisteredWorker
 from teacher.proxy.sleep_control import SleepControl
 from teacher.status import ClientStatus, ServiceStatus, ServiceTotals, WorkerStatus
 from teacher.wire.frames import Frame
-from teacher.wire.messages import PROTOCOL_VERSION, Failure, Heartbeat, ScoreReply
+from teacher.wire.limits import PROTOCOL_VERSION
+from teacher.wire.messages import Failure, Heartbeat, ScoreReply
 
 _RATE_WINDOW_S = 30.0
 _CLIENT_RETENTION_S = 60.0

@@ -33,7 +33,18 @@ from teacher.proxy.status_tracker import StatusTracker
 from teacher.records import ModelInfo
 from teacher.wire import protocol
 from teacher.wire.frames import Frame
-from teacher.wire.messages import AsleepSet, Failure, Goodbye, Heartbeat, Message, Ready, ScoreReply
+from teacher.wire.messages import (
+    AsleepSet,
+    Failure,
+    Goodbye,
+    Heartbeat,
+    Message,
+    Ready,
+    Reregister,
+    ScoreReply,
+    SetAsleep,
+    Welcome,
+)
 from teacher.wire.sockets import WORKER_HEARTBEAT
 
 logger = logging.getLogger(__name__)
@@ -95,7 +106,7 @@ class WorkerSide:
         if (job := self._dispatcher.finish(identity, request_id)) is not None:
             self._clients.reply_error(job.key, error)
         else:
-            send_to_peer(self._backend, identity, protocol.encode_error(request_id, error))
+            send_to_peer(self._backend, identity, protocol.encode(Failure(request_id, error)))
 
     def _on_result(self, identity: bytes, message: ScoreReply | Failure, frames: list[Frame], now: float) -> None:
         self._tracker.record_worker(identity, now)
@@ -123,13 +134,13 @@ class WorkerSide:
             self._dispatcher.add_worker(worker)
         except TeacherError as error:
             logger.warning("refused worker %s: %s", ready.name, error)
-            send_to_peer(self._backend, identity, protocol.encode_error(0, error))
+            send_to_peer(self._backend, identity, protocol.encode(Failure(0, error)))
             return
         self._tracker.record_registration(identity, now)
         logger.info(
             "worker %s joined with %s", ready.name, _summary(ready.info), extra={"fields": {"worker": ready.name}}
         )
-        send_to_peer(self._backend, identity, protocol.encode_welcome())
+        send_to_peer(self._backend, identity, protocol.encode(Welcome()))
         if self._sleep.adopt_state_of(worker):
             logger.warning(
                 "worker %s registered asleep, so the service sleeps; see `python -m teacher wake`", worker.name
@@ -141,7 +152,7 @@ class WorkerSide:
         """Send Reregister, and not again until the worker has had time to receive it."""
         if self._next_reregister_at.get(identity, 0.0) <= now:
             self._next_reregister_at[identity] = now + WORKER_HEARTBEAT.timeout_s
-            send_to_peer(self._backend, identity, protocol.encode_reregister())
+            send_to_peer(self._backend, identity, protocol.encode(Reregister()))
 
     def forget_reregistrations(self, now: float) -> None:
         """Drop the records of old Reregister messages, to bound their memory."""
@@ -163,7 +174,7 @@ class WorkerSide:
         """Send the changes between awake and asleep that workers are to begin."""
         for worker, change, timeout_s in list(self._sleep.commands(now)):
             logger.info("worker %s: %s", worker.name, worker.state)
-            frames = protocol.encode_set_asleep(change.change_id, timeout_s, asleep=change.asleep)
+            frames = protocol.encode(SetAsleep(change.change_id, timeout_s, asleep=change.asleep))
             if not send_to_peer(self._backend, worker.identity, frames):
                 self.remove(worker.identity, CONNECTION_LOST)
 

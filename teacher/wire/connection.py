@@ -27,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from teacher.errors import TeacherSetupError, TeacherUnreachable
 from teacher.wire import auth
 from teacher.wire.frames import Frame
-from teacher.wire.messages import LIMITS
+from teacher.wire.limits import LIMITS
 from teacher.wire.sockets import (
     CLIENT_HEARTBEAT,
     HANDSHAKE_TIMEOUT_S,

@@ -1,9 +1,9 @@
-"""Fields of an error in a message, and the codes of the error classes."""
+"""Wire type of an error: its code, its text for other protocol versions, and its fields."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 from teacher.errors import (
     TeacherAsleep,
@@ -16,11 +16,9 @@ from teacher.errors import (
     TeacherWithoutWorker,
     short,
 )
-from teacher.wire import header as checked
-from teacher.wire.header import Header
-from teacher.wire.messages import LIMITS
-
-MAX_COUNT = 2**40
+from teacher.wire.fields import MAX_COUNT, MAX_NAME_CHARS, Content, Integer, ListOf, Text, WireType
+from teacher.wire.frames import expect_keys
+from teacher.wire.limits import LIMITS
 
 _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
     "changed": TeacherChanged,
@@ -33,53 +31,62 @@ _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
 }
 _CODE_OF_ERROR = {error: code for code, error in _ERROR_OF_CODE.items()}
 
-_LONG_TEXTS = ("what", "remedy")
+TEXT = Text(kept_chars=LIMITS.text_chars)
+"""Text for logs and errors. The sender cuts it to the limit."""
+_NAME = Text(MAX_NAME_CHARS, kept_chars=MAX_NAME_CHARS)
+_TEXTS = ListOf(Text(LIMITS.list_text_chars, kept_chars=LIMITS.list_text_chars), LIMITS.list_texts, is_cut=True)
 # Fields of an error that cross the network. The receiver of an error adds the others, such as the address.
-_READ_FIELD: dict[str, Callable[[Header, str], object]] = {
-    **dict.fromkeys(_LONG_TEXTS, checked.text),
-    **dict.fromkeys(("worker", "stage", "entry", "argument"), checked.name),
-    **dict.fromkeys(("details", "workers", "options"), checked.texts),
-    "sequence": lambda data, name: checked.integer(data, name, 0, LIMITS.sequences - 1),
-    **dict.fromkeys(("n_losses", "peer_version"), lambda data, name: checked.integer(data, name, 0, MAX_COUNT)),
+_FIELDS: dict[str, WireType] = {
+    **dict.fromkeys(("what", "remedy"), TEXT),
+    **dict.fromkeys(("worker", "stage", "entry", "argument"), _NAME),
+    **dict.fromkeys(("details", "workers", "options"), _TEXTS),
+    "sequence": Integer(0, LIMITS.sequences - 1),
+    **dict.fromkeys(("n_losses", "peer_version"), Integer(0, MAX_COUNT)),
 }
 
 
-def to_wire(error: TeacherError) -> tuple[str, dict[str, object]]:
-    """Return the code of an error, and its fields that have a value. Long texts and lists are cut to the limits.
+class ErrorFields(WireType):
+    """A ``TeacherError``: the fields that have a value. An error class without a code is a ``TeacherRequestError``."""
 
-    An error class without a code is sent as ``TeacherRequestError``.
-    """
-    error_type = type(error) if type(error) in _CODE_OF_ERROR else TeacherRequestError
-    values = {name: _within_limits(name, getattr(error, name, None)) for name in _names(error_type)}
-    return _CODE_OF_ERROR[error_type], {name: value for name, value in values.items() if value not in (None, "", [])}
+    entries = ("code", "message", "error")
+
+    def store(self, content: Content, name: str, value: Any) -> None:
+        """Add code, text and fields. Long texts and lists are cut to the limits."""
+        error_type = type(value) if type(value) in _CODE_OF_ERROR else TeacherRequestError
+        found = {name: getattr(value, name, None) for name in _FIELDS if name in _names(error_type)}
+        content.header |= {
+            "code": _CODE_OF_ERROR[error_type],
+            "message": TEXT.write(value),
+            "error": {name: _FIELDS[name].write(one) for name, one in found.items() if one not in (None, "", ())},
+        }
+
+    def load(self, content: Content, name: str) -> TeacherError:
+        """Return the error.
+
+        Raises:
+            TeacherProtocolError: A field does not belong to the class of the code, or has a wrong type or size.
+        """
+        TEXT.load(content, "message")  # the proxy passes on only the data
+        data = content.header.get("error")
+        if not isinstance(data, dict):
+            raise TeacherProtocolError(f"error must be a map, got {short(data)}", entry="error")
+        error_type = _type_of(content.header.get("code"))
+        expect_keys(data, _names(error_type))
+        return error_type().replaced(**{name: _FIELDS[name].read(value, name) for name, value in data.items()})
+
+    def load_text(self, content: Content) -> TeacherError:
+        """Return the error of another protocol version, whose fields may be others."""
+        return _type_of(content.header.get("code"))(TEXT.load(content, "message"))
+
+    def __str__(self) -> str:
+        return f"class, {TEXT}, and map of fields"
 
 
-def from_wire(code: object, data: object) -> TeacherError:
-    """Return the error of a received code and received fields.
-
-    Raises:
-        TeacherProtocolError: A field does not belong to the class of the code, or has a wrong type or size.
-    """
-    if not isinstance(data, dict):
-        raise TeacherProtocolError(f"error must be a map, got {short(data)}", entry="error")
-    error_type = type_of(code)
-    checked.expect_keys(data, _names(error_type))
-    return error_type().replaced(**{name: _READ_FIELD[name](data, name) for name in data})
-
-
-def type_of(code: object) -> type[TeacherError]:
+def _type_of(code: object) -> type[TeacherError]:
     """Return the class of a received code, ``TeacherRequestError`` for an unknown code."""
     return _ERROR_OF_CODE.get(code, TeacherRequestError) if isinstance(code, str) else TeacherRequestError
 
 
-def _within_limits(name: str, value: object) -> object:
-    if isinstance(value, str):
-        return value[: LIMITS.text_chars if name in _LONG_TEXTS else checked.MAX_NAME_CHARS]
-    if isinstance(value, tuple):
-        return [str(text)[: LIMITS.list_text_chars] for text in value[: LIMITS.list_texts]]
-    return value
-
-
 def _names(error_type: type[TeacherError]) -> frozenset[str]:
     """Return the names of the fields that an error of a class has in a message."""
-    return frozenset(_READ_FIELD) & {field.name for field in fields(error_type)}
+    return frozenset(_FIELDS) & {field.name for field in fields(error_type)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,24 +9,24 @@ import msgpack
 import numpy as np
 
 from teacher.errors import TeacherProtocolError, short
-from teacher.wire.header import Header
-from teacher.wire.messages import LIMITS, PROTOCOL_VERSION, Kind
+from teacher.wire.limits import LIMITS
+
+Header = dict[str, Any]
 
 Frame = Any
 """An object with the buffer protocol: bytes, memoryview or zmq.Frame."""
 
 _DTYPES = {code: np.dtype(f"<{code}") for code in ("i4", "f4", "f2", "u1")}
 _MAX_HEADER_KEYS = 32
+_MAX_KEY_CHARS = 1024
 
 
-def pack(kind: Kind, request_id: int, arrays: Sequence[np.ndarray] = (), **values: Any) -> list[Frame]:
+def pack(header: Header, arrays: Sequence[np.ndarray]) -> list[Frame]:
     """Return the frames of a message. Contiguous little-endian arrays are not copied.
 
     Args:
-        kind: Message kind.
-        request_id: Request id, 0 if the message belongs to no request.
+        header: Header without the entry ``arrays``, which is added.
         arrays: Arrays of dtype int32, float32, float16 or uint8.
-        **values: Further header entries.
     """
     specs, frames = [], []
     for array in arrays:
@@ -35,8 +34,7 @@ def pack(kind: Kind, request_id: int, arrays: Sequence[np.ndarray] = (), **value
         array = np.ascontiguousarray(array, dtype=_DTYPES[code])
         specs.append([code, *array.shape])
         frames.append(array.data.cast("B"))
-    header = {"v": PROTOCOL_VERSION, "kind": kind.value, "id": request_id, **values, "arrays": specs}
-    return [msgpack.packb(header), *frames]
+    return [msgpack.packb(header | {"arrays": specs}), *frames]
 
 
 def unpack_header(frame: Frame) -> Header:
@@ -67,6 +65,19 @@ def unpack_header(frame: Frame) -> Header:
     return header
 
 
+def expect_keys(header: Header, allowed: frozenset[str]) -> None:
+    """Check that a header, or another map, has no other keys than the allowed ones.
+
+    Raises:
+        TeacherProtocolError: It has.
+    """
+    if unknown := set(header) - allowed:
+        names = sorted(map(str, unknown))
+        raise TeacherProtocolError(
+            f"unknown keys {short(names)}, expected {sorted(allowed)} only", entry=names[0][:_MAX_KEY_CHARS]
+        )
+
+
 def unpack_arrays(header: Header, frames: Sequence[Frame]) -> list[np.ndarray]:
     """Return the arrays of a message as views of their frames.
 
@@ -88,9 +99,13 @@ def _decode_array(spec: Any, frame: Frame) -> np.ndarray:
             f"array must be announced as [dtype, size(, size)], got {short(spec)}", entry="arrays"
         )
     dtype, shape = _DTYPES[spec[0]], spec[1:]
-    if any(type(size) is not int or not 1 <= size <= LIMITS.vocab_size for size in shape):
-        raise TeacherProtocolError(f"array sizes must be 1 to {LIMITS.vocab_size}, got {short(shape)}", entry="arrays")
-    n_bytes = memoryview(frame).nbytes
-    if math.prod(shape) * dtype.itemsize != n_bytes:
+    announced_bytes = dtype.itemsize
+    for size in shape:
+        if type(size) is not int or not 1 <= size <= LIMITS.vocab_size:
+            raise TeacherProtocolError(
+                f"array sizes must be 1 to {LIMITS.vocab_size}, got {short(shape)}", entry="arrays"
+            )
+        announced_bytes *= size
+    if (n_bytes := memoryview(frame).nbytes) != announced_bytes:
         raise TeacherProtocolError(f"array announced as {short(spec)} arrived with {n_bytes} bytes", entry="arrays")
-    return np.frombuffer(frame, dtype).reshape(shape)
+    return np.ndarray(shape, dtype, frame)

@@ -1,132 +1,94 @@
-"""Messages between client, proxy and workers, and their limits. ``protocol`` encodes and decodes them."""
+"""Messages between client, proxy and workers. Each is declared here once, with the wire types of its fields.
+
+Encoding, decoding, limits and the table in ``docs/teacher.md`` are derived from these classes. A changed kind or field
+requires a new ``PROTOCOL_VERSION``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 from teacher.errors import TeacherError
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
+from teacher.wire.error_fields import TEXT, ErrorFields
+from teacher.wire.fields import MAX_COUNT, Checked, Flag, Integer, Number, Record, Text, WireType, wire_types
+from teacher.wire.limits import LIMITS, WireDtype
+from teacher.wire.payloads import Scores, Sequences, Settings, StatusText
+from teacher.wire.request_checks import check_wire_dtype
 
-PROTOCOL_VERSION = 9
-"""Peers of different versions refuse each other. A peer that ignores a field would return scores of another request."""
+MESSAGES: dict[str, type[Message]] = {}
+"""All messages by kind."""
 
-WireDtype = Literal["float32", "float16"]
-"""Dtype of top-k log-probabilities on the wire."""
+REQUEST_ID = Integer(0, 2**63 - 1, entries=("id",))
+RequestId = Annotated[int, REQUEST_ID]
+Timeout = Annotated[float, Number(0, LIMITS.timeout_s)]
+Boolean = Annotated[bool, Flag()]
+Reason = Annotated[str, TEXT]
+Total = Annotated[int, Integer(0, 2**62)]
+Capacity = Annotated[int, Integer(1, MAX_COUNT)]
+
+_MAX_WORKER_NAME_CHARS = 256  # the status contains the names of all workers
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one message. They bound memory and are far above every useful request.
+class Message:
+    """Base of all messages.
 
     Attributes:
-        header_bytes: Size of an encoded header. A request of 4096 sequences needs 200 kB. A small msgpack item, such as
-            an empty list of one byte, takes 64 times its size in memory after decoding.
-        text_chars: Length of one text field.
-        list_texts: Texts of one list, such as the further lines of an error. The header of an error with the longest
-            texts of four bytes per character has 400 kB.
-        list_text_chars: Length of one text of a list.
-        status_bytes: Size of an encoded service status.
-        sequences: Sequences of one request.
-        sequence_tokens: Tokens of one sequence.
-        request_tokens: Tokens of one request.
-        vocab_size: Vocabulary size, and size of each array dimension.
-        eos_token_ids: End-of-sequence tokens of one model.
-        last_tokens: Last tokens of one tokenizer, each of at most 1024 characters.
-        request_frame_bytes: Size of a frame sent to a worker: the token ids of one sequence.
-        reply_frame_bytes: Size of a frame sent to a client: 1M tokens with top-4096, or 16k tokens with the whole
-            vocabulary of 256k tokens.
-        timeout_s: Deadline of a request, in seconds.
-        stall_timeout_s: Time limit of an engine step, in seconds.
-        min_temperature: Lowest temperature. Below it a distribution is one token, and scaled logits may overflow fp32.
-        max_temperature: Highest temperature. Above it a distribution is uniform.
+        kind: Value of the header entry ``kind``.
+        route: Sender and receivers.
     """
 
-    header_bytes: int = 512 << 10
-    text_chars: int = 16 << 10
-    list_texts: int = 16
-    list_text_chars: int = 1024
-    status_bytes: int = 1 << 20
-    sequences: int = 4096
-    sequence_tokens: int = 1 << 20
-    request_tokens: int = 16 << 20
-    vocab_size: int = 1 << 24
-    eos_token_ids: int = 256
-    last_tokens: int = 1024
-    request_frame_bytes: int = 4 << 20
-    reply_frame_bytes: int = 16 << 30
-    timeout_s: float = 7 * 24 * 3600.0
-    stall_timeout_s: float = 1e6
-    min_temperature: float = 1e-6
-    max_temperature: float = 1e6
+    kind: ClassVar[str]
+    route: ClassVar[str]
 
-    @property
-    def frames(self) -> int:
-        """Frames of one message: the header, and at most three arrays for each sequence."""
-        return 1 + 3 * self.sequences
+    def __init_subclass__(cls, kind: str, route: str) -> None:
+        """Register a message."""
+        cls.kind, cls.route = kind, route
+        MESSAGES[kind] = cls
 
-
-LIMITS = Limits()
-
-
-class Kind(StrEnum):
-    """Message kinds with their values on the wire. A changed value requires a new ``PROTOCOL_VERSION``."""
-
-    HELLO = "hello"  # client -> proxy
-    INFO = "info"  # proxy -> client
-    STATUS_REQUEST = "status_request"  # client -> proxy
-    STATUS = "status"  # proxy -> client
-    SCORE = "score"  # client -> proxy -> worker
-    SCORE_REPLY = "score_reply"  # worker -> proxy -> client
-    CANCEL = "cancel"  # client -> proxy -> worker
-    RETRY_LATER = "retry_later"  # proxy -> client
-    ERROR = "error"  # worker -> proxy -> client, and proxy or worker -> sender of an invalid message
-    SET_ASLEEP = "set_asleep"  # client -> proxy -> all workers
-    ASLEEP_SET = "asleep_set"  # worker -> proxy -> client
-    READY = "ready"  # worker -> proxy
-    WELCOME = "welcome"  # proxy -> worker
-    HEARTBEAT = "heartbeat"  # worker -> proxy
-    REREGISTER = "reregister"  # proxy -> worker
-    PROBE = "probe"  # proxy -> client or worker
-    GOODBYE = "goodbye"  # worker -> proxy
+    @classmethod
+    def wire_types(cls) -> dict[str, WireType]:
+        """Return the wire types of the fields."""
+        return wire_types(cls)  # type: ignore[arg-type]  # mypy takes the hash of an instance for that of the class
 
 
 @dataclass(frozen=True)
-class Hello:
+class Hello(Message, kind="hello", route="client -> proxy"):
     """Request for the ``TeacherInfo`` of a service. The proxy replies when it has a worker, or at the deadline."""
 
-    request_id: int
-    timeout_s: float
+    request_id: RequestId
+    timeout_s: Timeout
 
 
 @dataclass(frozen=True)
-class Info:
+class Info(Message, kind="info", route="proxy -> client"):
     """Reply to ``Hello``."""
 
-    request_id: int
-    info: TeacherInfo
+    request_id: RequestId
+    info: Annotated[TeacherInfo, Record(TeacherInfo)]
 
 
 @dataclass(frozen=True)
-class StatusRequest:
+class StatusRequest(Message, kind="status_request", route="client -> proxy"):
     """Request for the ``ServiceStatus`` of a service."""
 
-    request_id: int
-    timeout_s: float
+    request_id: RequestId
+    timeout_s: Timeout
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(Message, kind="status", route="proxy -> client"):
     """Reply to ``StatusRequest``."""
 
-    request_id: int
-    status: ServiceStatus
+    request_id: RequestId
+    status: Annotated[ServiceStatus, StatusText()]
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Message, kind="score", route="client -> proxy -> worker"):
     """Request for the scores of sequences.
 
     Attributes:
@@ -139,13 +101,13 @@ class Score:
         model: ``ModelInfo.identity`` that must serve the request, empty for any model.
     """
 
-    request_id: int
-    timeout_s: float
-    sequences: list[TeacherSequence]
-    logits: LogitSettings
-    top_k: int
-    wire_dtype: WireDtype
-    model: str
+    request_id: RequestId
+    timeout_s: Timeout
+    sequences: Annotated[Sequence[TeacherSequence], Sequences()]
+    logits: Annotated[LogitSettings, Settings()] = field(default_factory=LogitSettings)
+    top_k: Annotated[int, Integer(0, LIMITS.vocab_size)] = 0
+    wire_dtype: Annotated[WireDtype, Checked(check_wire_dtype, "float32 or float16")] = "float32"
+    model: Annotated[str, Text()] = ""
 
     @property
     def n_tokens(self) -> int:
@@ -154,36 +116,36 @@ class Score:
 
 
 @dataclass(frozen=True)
-class ScoreReply:
+class ScoreReply(Message, kind="score_reply", route="worker -> proxy -> client"):
     """Reply to ``Score``.
 
     Attributes:
         request_id: Id of the request.
-        scored: Results in the order of the request. The arrays are views of the received frames. ``topk_logps_TK`` has
-            the dtype of the wire.
+        scored: Results in the order of the request. The arrays of a received reply are views of its frames.
+            ``topk_logps_TK`` has the dtype of the wire. A sender must not change arrays after it has encoded them.
     """
 
-    request_id: int
-    scored: list[ScoredSequence]
+    request_id: RequestId
+    scored: Annotated[Sequence[ScoredSequence], Scores()]
 
 
 @dataclass(frozen=True)
-class Cancel:
+class Cancel(Message, kind="cancel", route="client -> proxy -> worker"):
     """Notice that the result of a request is no longer needed."""
 
-    request_id: int
+    request_id: RequestId
 
 
 @dataclass(frozen=True)
-class RetryLater:
+class RetryLater(Message, kind="retry_later", route="proxy -> client"):
     """Rejection of a request by a proxy that is full or draining. The client sends the request again later."""
 
-    request_id: int
-    reason: str
+    request_id: RequestId
+    reason: Reason
 
 
 @dataclass(frozen=True)
-class SetAsleep:
+class SetAsleep(Message, kind="set_asleep", route="client -> proxy -> all workers"):
     """Request to release the memory of all devices (sleep), or to restore and verify the model (wake up).
 
     Attributes:
@@ -192,13 +154,13 @@ class SetAsleep:
         asleep: True to sleep, False to wake up.
     """
 
-    request_id: int
-    timeout_s: float
-    asleep: bool
+    request_id: RequestId
+    timeout_s: Timeout
+    asleep: Boolean
 
 
 @dataclass(frozen=True)
-class AsleepSet:
+class AsleepSet(Message, kind="asleep_set", route="worker -> proxy -> client"):
     """Reply to ``SetAsleep`` after all workers, or this worker, have the requested state.
 
     Attributes:
@@ -207,21 +169,21 @@ class AsleepSet:
         n_workers: Number of workers.
     """
 
-    request_id: int
-    asleep: bool
-    n_workers: int
+    request_id: RequestId
+    asleep: Boolean
+    n_workers: Annotated[int, Integer(0, MAX_COUNT)]
 
 
 @dataclass(frozen=True)
-class Failure:
+class Failure(Message, kind="error", route="worker -> proxy -> client, receiver -> sender of an invalid message"):
     """Error of one request. With request id 0: refusal of a worker's registration."""
 
-    request_id: int
-    error: TeacherError
+    request_id: RequestId
+    error: Annotated[TeacherError, ErrorFields()]
 
 
 @dataclass(frozen=True)
-class Ready:
+class Ready(Message, kind="ready", route="worker -> proxy"):
     """Registration of a worker, sent after its model is loaded.
 
     Attributes:
@@ -233,21 +195,21 @@ class Ready:
         is_asleep: True if it sleeps, from before a lost connection.
     """
 
-    info: ModelInfo
-    capacity_tokens: int
-    name: str
-    stall_timeout_s: float
-    has_sleep_mode: bool = False
-    is_asleep: bool = False
+    info: Annotated[ModelInfo, Record(ModelInfo)]
+    capacity_tokens: Capacity
+    name: Annotated[str, Text(kept_chars=_MAX_WORKER_NAME_CHARS)]
+    stall_timeout_s: Annotated[float, Number(-1, LIMITS.stall_timeout_s)]
+    has_sleep_mode: Boolean = False
+    is_asleep: Boolean = False
 
 
 @dataclass(frozen=True)
-class Welcome:
+class Welcome(Message, kind="welcome", route="proxy -> worker"):
     """Confirmation of a registration."""
 
 
 @dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(Message, kind="heartbeat", route="worker -> proxy"):
     """Progress of a worker since its start, sent between engine steps and at least once per heartbeat interval.
 
     Attributes:
@@ -257,24 +219,24 @@ class Heartbeat:
         busy_s: Time in engine steps, in seconds.
     """
 
-    n_steps: int
-    n_sequences: int
-    n_tokens: int
-    busy_s: float
+    n_steps: Total
+    n_sequences: Total
+    n_tokens: Total
+    busy_s: Annotated[float, Number(-1, MAX_COUNT)]
 
 
 @dataclass(frozen=True)
-class Reregister:
+class Reregister(Message, kind="reregister", route="proxy -> worker"):
     """Notice to a worker that it is not registered. The worker drops its requests and sends ``Ready``."""
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Message, kind="probe", route="proxy -> client or worker"):
     """Message without content. Sending it shows if the connection still exists. It has no reply."""
 
 
 @dataclass(frozen=True)
-class Goodbye:
+class Goodbye(Message, kind="goodbye", route="worker -> proxy"):
     """Departure of a worker.
 
     Attributes:
@@ -282,26 +244,5 @@ class Goodbye:
         broken: True if the engine failed, possibly because of a request; False if the worker was stopped.
     """
 
-    reason: str
-    broken: bool
-
-
-Message = (
-    Hello
-    | Info
-    | StatusRequest
-    | Status
-    | Score
-    | ScoreReply
-    | Cancel
-    | RetryLater
-    | SetAsleep
-    | AsleepSet
-    | Failure
-    | Ready
-    | Welcome
-    | Heartbeat
-    | Reregister
-    | Probe
-    | Goodbye
-)
+    reason: Reason
+    broken: Boolean = False

@@ -9,7 +9,7 @@ import numpy as np
 
 from teacher.errors import TeacherRequestError, short
 from teacher.records import TeacherSequence
-from teacher.wire.messages import LIMITS, WireDtype
+from teacher.wire.limits import LIMITS, WireDtype
 
 _SPLIT_OPTIONS = ("actor_rollout_ref.teacher.num_microbatches",)
 _SPLIT_REMEDY = f"send less at once: raise {_SPLIT_OPTIONS[0]}"

@@ -9,7 +9,7 @@ import zmq
 
 from teacher.wire.auth import Keys
 from teacher.wire.frames import Frame
-from teacher.wire.messages import LIMITS
+from teacher.wire.limits import LIMITS
 
 FRONTEND_PORT = 15555
 BACKEND_PORT = 15556

@@ -10,7 +10,7 @@ import zmq
 
 from teacher.records import TeacherSequence
 from teacher.wire import protocol
-from teacher.wire.messages import Message, Probe
+from teacher.wire.messages import Message, Probe, Score
 
 
 def make_sequence(*token_ids: int, prompt_len: int = 1) -> TeacherSequence:
@@ -31,7 +31,11 @@ class RawPeer:
 
     def submit(self, request_id: int, sequences: list[TeacherSequence], timeout_s: float = 60.0) -> None:
         """Send a score request."""
-        self.socket.send_multipart(protocol.encode_score(request_id, timeout_s, sequences))
+        self.send(Score(request_id, timeout_s, sequences))
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        self.socket.send_multipart(protocol.encode(message))
 
     def receive(self, timeout_s: float = 10.0) -> Message:
         """Return the next message that is no probe, and fail the test at the deadline."""

@@ -49,8 +49,10 @@ from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.sampling import request_seed, sampling_from
 from recipe_gkd.weight_sync.bucket_plan import plan_buckets
 from teacher.records import LogitSettings, TeacherSequence
-from teacher.wire.messages import LIMITS, Score
-from teacher.wire.protocol import decode, encode_score
+from teacher.wire.limits import LIMITS
+from teacher.wire.messages import Score
+from teacher.wire.protocol import decode, encode
+from teacher.wire.request_checks import check_top_k
 from tests._support.base_config import CONFIG_NAME
 from tests._support.count_consumers import (
     PROMPT,
@@ -149,8 +151,15 @@ def encode_teacher_request(config: Config, name: str) -> None:
     teacher = config.actor_rollout_ref.teacher
     sequences = [TeacherSequence(np.zeros(2, np.int32), prompt_len=1)]
     temperature, top_k = config.gkd.distill_temperature, teacher.top_k
-    frames = encode_score(
-        1, teacher.timeout_s, sequences, LogitSettings(temperature), top_k=top_k, wire_dtype=teacher.wire_dtype
+    frames = encode(
+        Score(
+            1,
+            teacher.timeout_s,
+            sequences,
+            LogitSettings(temperature),
+            top_k=check_top_k(top_k),
+            wire_dtype=teacher.wire_dtype,
+        )
     )
     received = decode([bytes(frame) for frame in frames])
     assert isinstance(received, Score) and received.timeout_s == teacher.timeout_s

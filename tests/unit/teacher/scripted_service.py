@@ -10,8 +10,7 @@ import zmq
 from teacher.records import ScoredSequence, TeacherSequence
 from teacher.wire import protocol
 from teacher.wire.auth import ServerKeys
-from teacher.wire.frames import Frame
-from teacher.wire.messages import Message, Score
+from teacher.wire.messages import Message, Score, ScoreReply
 from teacher.wire.sockets import CLIENT_HEARTBEAT, make_socket
 
 M = TypeVar("M", bound=Message)
@@ -55,14 +54,13 @@ class ScriptedService:
         self.client, *frames = self._socket.recv_multipart()
         return protocol.decode(frames)
 
-    def send(self, frames: list[Frame]) -> None:
+    def send(self, message: Message | list[bytes]) -> None:
+        frames = protocol.encode(message) if isinstance(message, Message) else message
         self._socket.send_multipart([self.client, *frames])
 
     def reply(self, request: Score) -> None:
-        scores = [expected_scores(sequence) for sequence in request.sequences]
-        self.send(
-            protocol.encode_score_reply(request.request_id, scores, top_k=request.top_k, wire_dtype=request.wire_dtype)
-        )
+        scores = [expected_scores(one).reduced(request.top_k, request.wire_dtype) for one in request.sequences]
+        self.send(ScoreReply(request.request_id, scores))
 
 
 def sequence(n_tokens: int, first: int = 0, prompt_len: int = 1) -> TeacherSequence:

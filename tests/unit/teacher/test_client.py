@@ -28,8 +28,19 @@ from teacher.errors import TeacherClosed
 from teacher.fingerprint import N_LAST_TOKENS
 from teacher.proxy import Proxy
 from teacher.records import LogitSettings, TeacherInfo
-from teacher.wire import protocol
-from teacher.wire.messages import Cancel, Hello, Score, StatusRequest
+from teacher.wire.messages import (
+    Cancel,
+    Failure,
+    Hello,
+    Info,
+    Probe,
+    RetryLater,
+    Score,
+    ScoreReply,
+    Status,
+    StatusRequest,
+    Welcome,
+)
 from tests._support.errors import raises
 from tests._support.fake_teachers import OffsetEngine
 from tests._support.fake_worker import running_worker
@@ -93,7 +104,7 @@ def test_submit_long_sequence_does_not_block_short_ones(service: ScriptedService
 def test_submit_failed_chunk_fails_call_and_cancels_rest(service: ScriptedService, client: TeacherClient) -> None:
     future = client.submit([sequence(4000), sequence(3000), sequence(10), sequence(4000)])
     _, second, _ = requests = [service.receive(Score) for _ in range(3)]
-    service.send(protocol.encode_error(second.request_id, TeacherRequestError("token id 100 is outside", sequence=1)))
+    service.send(Failure(second.request_id, TeacherRequestError("token id 100 is outside", sequence=1)))
     place = {"operation": "scoring 4 sequences", "address": client.address, "sequence": 2}
     with raises(TeacherRequestError, **place) as refused:
         future.result(timeout=5)
@@ -109,7 +120,7 @@ def test_submit_failed_chunk_fails_call_and_cancels_rest(service: ScriptedServic
 def test_error_with_a_huge_sequence_index_fails_only_its_call(service: ScriptedService, client: TeacherClient) -> None:
     future = client.submit([sequence(3)])
     error = TeacherRequestError("too long", sequence=10**9)
-    service.send(protocol.encode_error(service.receive(Score).request_id, error))
+    service.send(Failure(service.receive(Score).request_id, error))
     with raises(TeacherProtocolError, entry="sequence", operation="scoring 1 sequences"):
         future.result(timeout=5)
     again = client.submit([sequence(3)])
@@ -152,7 +163,7 @@ def test_reply_wrong_shape_fails_call_and_keeps_client_usable(
     service: ScriptedService, client: TeacherClient, replies: list[ScoredSequence], wrong: int | None
 ) -> None:
     future = client.submit([sequence(5), sequence(8)])
-    service.send(protocol.encode_score_reply(service.receive(Score).request_id, replies))
+    service.send(ScoreReply(service.receive(Score).request_id, replies))
     with raises(TeacherProtocolError, sequence=wrong, entry="arrays" if wrong is None else ""):
         future.result(timeout=5)
     again = client.submit([sequence(3)])
@@ -162,7 +173,7 @@ def test_reply_wrong_shape_fails_call_and_keeps_client_usable(
 
 def test_reply_wrong_type_fails_call(service: ScriptedService, client: TeacherClient) -> None:
     future = client.submit([sequence(5)])
-    service.send(protocol.encode_info(service.receive(Score).request_id, INFO))
+    service.send(Info(service.receive(Score).request_id, INFO))
     with raises(TeacherProtocolError, entry="kind"):
         future.result(timeout=5)
 
@@ -185,7 +196,7 @@ def test_reply_fewer_columns_than_top_k_fails_call(service: ScriptedService) -> 
     with TeacherClient(server_port=service.port, timeout_s=5, top_k=3) as client:
         future = client.submit([sequence(5)])
         request_id = service.receive(Score).request_id
-        service.send(protocol.encode_score_reply(request_id, [expected_scores(sequence(5), k=2)]))
+        service.send(ScoreReply(request_id, [expected_scores(sequence(5), k=2)]))
         with raises(TeacherProtocolError, sequence=0, entry=""):
             future.result(timeout=5)
 
@@ -202,7 +213,7 @@ def test_init_argument_out_of_range_raises(arguments: dict[str, Any]) -> None:
 def test_deferred_request_is_retried(service: ScriptedService, client: TeacherClient) -> None:
     future = client.submit([sequence(5)])
     for _ in range(3):
-        service.send(protocol.encode_retry_later(service.receive(Score).request_id, "8192 tokens wait already"))
+        service.send(RetryLater(service.receive(Score).request_id, "8192 tokens wait already"))
     service.reply(service.receive(Score))
     assert_scores(future.result(timeout=5), [sequence(5)])
 
@@ -211,7 +222,7 @@ def test_deferred_request_at_deadline_reports_reason(service: ScriptedService, c
     future = client.submit([sequence(5)], timeout_s=0.3)
     while not future.done():
         if isinstance(request := service.receive_any(0.05), Score):
-            service.send(protocol.encode_retry_later(request.request_id, "8192 tokens wait already"))
+            service.send(RetryLater(request.request_id, "8192 tokens wait already"))
     with raises(TeacherTimeout, stage="deferred", operation="scoring 1 sequences") as late:
         future.result()
     assert "8192 tokens" in late.value.what
@@ -223,7 +234,7 @@ def test_full_service_receives_few_retries(service: ScriptedService, client: Tea
     while time.monotonic() < until:
         if isinstance(request := service.receive_any(0.05), Score):
             n_received += 1
-            service.send(protocol.encode_retry_later(request.request_id, "full"))
+            service.send(RetryLater(request.request_id, "full"))
     assert n_received <= 500 + 4 * 6
     n_open = len(futures)
     while n_open:
@@ -241,8 +252,8 @@ def test_unexpected_messages_are_logged_and_dropped(
 ) -> None:
     future = client.submit([sequence(5)])
     request = service.receive(Score)
-    service.send(protocol.encode_probe())
-    service.send(protocol.encode_welcome())
+    service.send(Probe())
+    service.send(Welcome())
     service.send([b"garbage"])
     service.reply(request)
     service.reply(request)  # a second time
@@ -287,7 +298,7 @@ def test_result_is_freed_with_its_future(service: ScriptedService, client: Teach
     future = client.submit([sequence(5)])
     service.reply(service.receive(Score))
     kept = weakref.ref(future.result(timeout=5)[0])
-    service.send(protocol.encode_probe())
+    service.send(Probe())
     client.submit([sequence(2)])  # the I/O thread has finished its previous round
     service.receive(Score)
     gc.disable()
@@ -307,10 +318,8 @@ def test_async_status_and_hello_return_replies(service: ScriptedService) -> None
     async def status_and_hello() -> tuple[ServiceStatus, TeacherInfo]:
         async with AsyncTeacherClient(server_port=service.port, timeout_s=5) as client:
             tasks = asyncio.create_task(client.status()), asyncio.create_task(client.hello())
-            await asyncio.to_thread(
-                lambda: service.send(protocol.encode_status(service.receive(StatusRequest).request_id, STATUS))
-            )
-            await asyncio.to_thread(lambda: service.send(protocol.encode_info(service.receive(Hello).request_id, INFO)))
+            await asyncio.to_thread(lambda: service.send(Status(service.receive(StatusRequest).request_id, STATUS)))
+            await asyncio.to_thread(lambda: service.send(Info(service.receive(Hello).request_id, INFO)))
             return await tasks[0], await tasks[1]
 
     assert asyncio.run(status_and_hello()) == (STATUS, INFO)

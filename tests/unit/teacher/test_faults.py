@@ -17,7 +17,8 @@ from teacher import worker as worker_module
 from teacher.proxy import Proxy, liveness
 from teacher.records import ScoredSequence
 from teacher.wire import protocol
-from teacher.wire.messages import LIMITS, Ready, RetryLater, ScoreReply
+from teacher.wire.limits import LIMITS
+from teacher.wire.messages import Hello, Ready, RetryLater, Score, ScoreReply
 from teacher.wire.sockets import WORKER_HEARTBEAT
 from tests._support.errors import raises
 from tests._support.fake_worker import INFO, FakeEngine, expected_scores, running_worker
@@ -215,7 +216,7 @@ def test_client_lost_during_expiry_is_harmless(proxy: Proxy) -> None:
     for _ in range(3):
         with raw_peer(proxy.frontend_port) as client:
             for request_id in (1, 2):
-                client.socket.send_multipart(protocol.encode_hello(request_id, 0.15))
+                client.send(Hello(request_id, 0.15))
             client.submit(2, [make_sequence(1, 2)])
             threading.Event().wait(0.1)
         threading.Event().wait(0.15)
@@ -246,15 +247,13 @@ def test_reply_has_requested_top_k_and_dtype(proxy: Proxy) -> None:
     requested = [make_sequence(1, 2, 3)]
     want = expected_scores(requested[0])
     with running_worker(proxy.backend_port), raw_peer(proxy.frontend_port) as client:
-        for top_k, wire_dtype in ((None, "float32"), (2, "float32"), (2, "float16"), (4, "float16")):
-            client.socket.send_multipart(
-                protocol.encode_score(1, 20.0, requested, top_k=top_k, wire_dtype=wire_dtype)  # type: ignore[arg-type]
-            )
+        for top_k, wire_dtype in ((0, "float32"), (2, "float32"), (2, "float16"), (4, "float16")):
+            client.send(Score(1, 20.0, requested, top_k=top_k, wire_dtype=wire_dtype))
             message = client.receive()
             assert isinstance(message, ScoreReply)
             got = message.scored[0]
-            np.testing.assert_array_equal(got.topk_ids_TK, want.topk_ids_TK[:, :top_k])
-            np.testing.assert_allclose(got.topk_logps_TK, want.topk_logps_TK[:, :top_k], rtol=1e-3)
+            np.testing.assert_array_equal(got.topk_ids_TK, want.topk_ids_TK[:, : top_k or None])
+            np.testing.assert_allclose(got.topk_logps_TK, want.topk_logps_TK[:, : top_k or None], rtol=1e-3)
             assert got.topk_logps_TK.dtype == wire_dtype and got.sampled_logps_T.dtype == np.float32
         refused = raises(TeacherRequestError, argument="top_k")
         with TeacherClient(server_port=proxy.frontend_port, top_k=5) as greedy, refused:
@@ -291,12 +290,12 @@ def test_status_counts_outcomes(proxy: Proxy) -> None:
 
 def test_invalid_reply_fails_its_request_only(proxy: Proxy) -> None:
     with raw_peer(proxy.backend_port) as worker, TeacherClient(server_port=proxy.frontend_port) as client:
-        worker.socket.send_multipart(protocol.encode_ready(Ready(INFO, 1000, "careless:1", 60.0)))
+        worker.send(Ready(INFO, 1000, "careless:1", 60.0))
         worker.receive()
         futures = [client.submit([make_sequence(1, i)], 20) for i in (2, 3)]
         for cut in (1, 4):
             requested = worker.receive()
-            answer = protocol.encode_score_reply(requested.request_id, [expected_scores(requested.sequences[0])])  # type: ignore[attr-defined]
+            answer = protocol.encode(ScoreReply(requested.request_id, [expected_scores(requested.sequences[0])]))  # type: ignore[attr-defined]
             worker.socket.send_multipart(answer[:cut])
         with raises(TeacherProtocolError, entry="arrays"):
             futures[0].result(timeout=5)

@@ -17,7 +17,7 @@ import zmq
 from teacher import ScoredSequence, TeacherClient, TeacherSequence
 from teacher.proxy import Proxy
 from teacher.wire import protocol
-from teacher.wire.messages import ScoreReply
+from teacher.wire.messages import Score, ScoreReply, Welcome
 from teacher.wire.sockets import WORKER_HEARTBEAT
 from teacher.worker import Worker
 from tests._support.fake_worker import FakeEngine, expected_scores, running_worker
@@ -142,9 +142,9 @@ def test_worker_scores_repeated_request_once() -> None:
         worker = threading.Thread(target=Worker(engine, backend_port=port).run, args=(stop,), daemon=True)
         worker.start()
         name = proxy.recv_multipart()[0]
-        proxy.send_multipart([name, *protocol.encode_welcome()])
+        proxy.send_multipart([name, *protocol.encode(Welcome())])
         for request_id in (7, 7, 8):
-            proxy.send_multipart([name, *protocol.encode_score(request_id, 50.0, [sequence_of(1)])])
+            proxy.send_multipart([name, *protocol.encode(Score(request_id, 50.0, [sequence_of(1)]))])
         for _ in (7, 8):  # when 8 is in the engine, the worker has read the second 7
             assert engine.added.acquire(timeout=20)
         engine.gate.set()

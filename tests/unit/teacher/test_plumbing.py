@@ -26,7 +26,8 @@ from teacher import (
 from teacher.errors import TeacherClosed, TeacherSetupError, TeacherUnreachable, TeacherWithoutWorker
 from teacher.proxy import Proxy
 from teacher.wire import protocol
-from teacher.wire.messages import LIMITS, PROTOCOL_VERSION, Failure
+from teacher.wire.limits import LIMITS, PROTOCOL_VERSION
+from teacher.wire.messages import Failure, Hello, ScoreReply, Welcome
 from teacher.worker import Worker
 from tests._support.errors import raises
 from tests._support.fake_worker import OTHER_INFO, FakeEngine, expected_scores, running_worker
@@ -297,11 +298,11 @@ def test_garbage_on_both_ports_is_ignored(proxy: Proxy, client: TeacherClient) -
                 garbage.send(b"")
                 garbage.send_multipart([b"", b""])
                 garbage.send_multipart([rng.bytes(50) for _ in range(5)])
-                garbage.send_multipart(protocol.encode_welcome())
-                garbage.send_multipart(protocol.encode_score_reply(1, [expected_scores(make_sequence(1, 2))]))
+                garbage.send_multipart(protocol.encode(Welcome()))
+                garbage.send_multipart(protocol.encode(ScoreReply(1, [expected_scores(make_sequence(1, 2))])))
                 garbage.send_multipart([b"x"] * (LIMITS.frames + 100))
                 # Only the last message carries a request id and gets a reply.
-                garbage.send_multipart([protocol.encode_hello(77, 1.0)[0], b"an unannounced array"])
+                garbage.send_multipart([protocol.encode(Hello(77, 1.0))[0], b"an unannounced array"])
                 replies = []
                 while not any(isinstance(r, Failure) and r.request_id == 77 for r in replies) and garbage.poll(10_000):
                     replies.append(protocol.decode(garbage.recv_multipart()))
@@ -316,7 +317,7 @@ def test_other_protocol_version_error_names_it(proxy: Proxy) -> None:
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as old:
         old.connect(f"tcp://127.0.0.1:{proxy.frontend_port}")
-        header = {**msgpack.unpackb(protocol.encode_hello(5, 1.0)[0]), "v": 99}
+        header = {**msgpack.unpackb(protocol.encode(Hello(5, 1.0))[0]), "v": 99}
         old.send(msgpack.packb(header))
         assert old.poll(5000)
         message = protocol.decode(old.recv_multipart())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import tracemalloc
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, fields
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import msgpack
 import numpy as np
@@ -14,20 +16,10 @@ import pytest
 from teacher import errors
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.wire import protocol, request_checks
-from teacher.wire.messages import (
-    LIMITS,
-    PROTOCOL_VERSION,
-    Failure,
-    Goodbye,
-    Hello,
-    Info,
-    Probe,
-    Ready,
-    Score,
-    ScoreReply,
-    Welcome,
-)
+from teacher.wire.limits import LIMITS, PROTOCOL_VERSION
+from teacher.wire.messages import MESSAGES, Failure, Goodbye, Hello, Info, Probe, Ready, Score, ScoreReply, Welcome
 from tests._support.errors import raises
+from tests._support.repository import REPO
 
 MODEL: dict[str, Any] = dict(
     model_name="m",
@@ -68,15 +60,15 @@ def valid_messages() -> list[list[bytes]]:
     return [
         as_bytes(frames)
         for frames in (
-            protocol.encode_hello(1, 2.0),
-            protocol.encode_info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2)),
-            protocol.encode_score(1, 2.0, sequences(), LOGITS),
-            protocol.encode_score_reply(1, scored()),
-            protocol.encode_error(1, errors.TeacherTimeout("late")),
-            protocol.encode_ready(READY),
-            protocol.encode_welcome(),
-            protocol.encode_probe(),
-            protocol.encode_goodbye("done"),
+            protocol.encode(Hello(1, 2.0)),
+            protocol.encode(Info(1, TeacherInfo(**MODEL, protocol_version=1, n_workers=2))),
+            protocol.encode(Score(1, 2.0, sequences(), LOGITS)),
+            protocol.encode(ScoreReply(1, scored())),
+            protocol.encode(Failure(1, errors.TeacherTimeout("late"))),
+            protocol.encode(READY),
+            protocol.encode(Welcome()),
+            protocol.encode(Probe()),
+            protocol.encode(Goodbye("done")),
         )
     ]
 
@@ -86,7 +78,7 @@ def with_header(frames: list[bytes], **changes: object) -> list[bytes]:
 
 
 def test_score_round_trip_keeps_sequences() -> None:
-    message = protocol.decode(as_bytes(protocol.encode_score(7, 2.5, sequences(), LOGITS)))
+    message = protocol.decode(as_bytes(protocol.encode(Score(7, 2.5, sequences(), LOGITS))))
     assert isinstance(message, Score)
     assert (message.request_id, message.timeout_s, message.n_tokens, message.logits) == (7, 2.5, 14, LOGITS)
     for got, sent in zip(message.sequences, sequences(), strict=True):
@@ -95,7 +87,7 @@ def test_score_round_trip_keeps_sequences() -> None:
 
 
 def test_score_without_temperature_is_refused() -> None:
-    frames = as_bytes(protocol.encode_score(7, 2.5, sequences()))
+    frames = as_bytes(protocol.encode(Score(7, 2.5, sequences())))
     header = msgpack.unpackb(frames[0])
     assert header.pop("temperature") == 1.0
     with raises(errors.TeacherProtocolError, entry="temperature", sequence=None):
@@ -103,7 +95,7 @@ def test_score_without_temperature_is_refused() -> None:
 
 
 def test_score_reply_round_trip_copies_nothing() -> None:
-    frames = protocol.encode_score_reply(7, sent := scored())
+    frames = protocol.encode(ScoreReply(7, sent := scored()))
     assert np.shares_memory(np.frombuffer(frames[1], np.float32), sent[0].topk_logps_TK)
     message = protocol.decode(frames)
     assert isinstance(message, ScoreReply) and message.request_id == 7
@@ -136,7 +128,7 @@ def test_small_messages_round_trip() -> None:
 )
 def test_errors_round_trip_wire_and_pickle(kind: type[errors.TeacherError], fields: dict[str, Any]) -> None:
     sent = kind("got x, expected y", remedy="do z", **fields)
-    message = protocol.decode(protocol.encode_error(3, sent))
+    message = protocol.decode(protocol.encode(Failure(3, sent)))
     assert isinstance(message, Failure) and message.request_id == 3
     for error in (message.error, pickle.loads(pickle.dumps(message.error))):
         assert type(error) is kind and vars(error) == vars(sent)
@@ -157,7 +149,7 @@ def test_encode_error_sends_no_place_of_the_receiver_and_keeps_the_limits() -> N
         operation="hello",
         uid=7,
     )
-    message = protocol.decode(as_bytes(protocol.encode_error(3, sent)))
+    message = protocol.decode(as_bytes(protocol.encode(Failure(3, sent))))
     assert isinstance(message, Failure)
     error = message.error
     assert (error.address, error.operation, error.uid) == ("", "", None)
@@ -183,21 +175,21 @@ def test_encode_error_sends_no_place_of_the_receiver_and_keeps_the_limits() -> N
     ],
 )
 def test_error_with_invalid_data_is_refused(data: object, entry: str) -> None:
-    frames = as_bytes(protocol.encode_error(3, errors.TeacherRequestError("x")))
+    frames = as_bytes(protocol.encode(Failure(3, errors.TeacherRequestError("x"))))
     with raises(errors.TeacherProtocolError, entry=entry):
         protocol.decode(with_header(frames, error=data))
 
 
 def test_error_of_another_version_is_read_from_its_text() -> None:
     sent = errors.TeacherRequestError("got x", remedy="do y", sequence=2)
-    frames = with_header(as_bytes(protocol.encode_error(3, sent)), v=PROTOCOL_VERSION + 1, error=7, more="data")
+    frames = with_header(as_bytes(protocol.encode(Failure(3, sent))), v=PROTOCOL_VERSION + 1, error=7, more="data")
     message = protocol.decode(frames)
     assert isinstance(message, Failure) and type(message.error) is errors.TeacherRequestError
     assert message.error.what == str(sent) and message.error.sequence is None
 
 
 def test_readdress_changes_id_and_timeout_only() -> None:
-    frames = protocol.encode_score(7, 2.5, sequences(), LOGITS)
+    frames = protocol.encode(Score(7, 2.5, sequences(), LOGITS))
     message = protocol.decode(protocol.readdress(frames, 8, 1.5))
     assert isinstance(message, Score) and (message.request_id, message.timeout_s) == (8, 1.5)
     assert message.logits == LOGITS
@@ -206,7 +198,7 @@ def test_readdress_changes_id_and_timeout_only() -> None:
 
 def test_encode_score_copies_token_ids() -> None:
     mine = sequences()
-    frames = protocol.encode_score(1, 1.0, mine)
+    frames = protocol.encode(Score(1, 1.0, mine))
     mine[0].token_ids[:] = 77
     message = protocol.decode(frames)
     assert isinstance(message, Score) and message.sequences[0].token_ids.tolist() == [0, 1, 2, 3, 4]
@@ -225,7 +217,7 @@ def test_encode_score_copies_token_ids() -> None:
 )
 def test_encode_score_invalid_sequence_is_refused(sequence: TeacherSequence, argument: str) -> None:
     with raises(errors.TeacherRequestError, sequence=1, argument=argument):
-        protocol.encode_score(1, 1.0, [sequences()[0], sequence])
+        protocol.encode(Score(1, 1.0, [sequences()[0], sequence]))
 
 
 def test_check_sequences_large_batch_error_names_argument_and_key() -> None:
@@ -401,3 +393,15 @@ def test_decode_long_worker_name_is_cut() -> None:
     (ready,) = [frames for frames in valid_messages() if msgpack.unpackb(frames[0])["kind"] == "ready"]
     message = protocol.decode(with_header(ready, name="h" * 5000))
     assert isinstance(message, Ready) and message.name == "h" * 256
+
+
+def test_every_field_of_a_message_declares_its_wire_type() -> None:
+    for record in (*MESSAGES.values(), ModelInfo, TeacherInfo):
+        hints = get_type_hints(record, include_extras=True)
+        assert all(get_origin(hints[field.name]) is Annotated for field in fields(record)), record
+
+
+def test_page_has_the_table_of_messages() -> None:
+    printed = subprocess.run([sys.executable, "-m", "teacher.wire"], capture_output=True, text=True, check=True)
+    assert printed.stdout.count("\n") == len(MESSAGES) + 2
+    assert printed.stdout in (REPO / "docs/teacher.md").read_text(encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from teacher.proxy import liveness
 from teacher.proxy.proxy import STALL_TIMEOUT_S
 from teacher.proxy.status_tracker import StatusTracker
 from teacher.wire import protocol
-from teacher.wire.messages import Heartbeat, Ready, ScoreReply, SetAsleep, Welcome
+from teacher.wire.messages import AsleepSet, Heartbeat, Message, Ready, Score, ScoreReply, SetAsleep, Welcome
 from teacher.wire.sockets import WORKER_HEARTBEAT
 from teacher.worker import Worker
 from tests._support.fake_worker import INFO, FakeEngine, running_worker
@@ -37,7 +36,7 @@ def test_liveness_allows_longer_silence_than_step_limit(monkeypatch: pytest.Monk
         raw_peer(proxy.backend_port) as no_limit,
     ):
         for worker, stall_timeout_s in ((short_limit, 0.5 * STALL_TIMEOUT_S), (no_limit, 0.0)):
-            worker.socket.send_multipart(protocol.encode_ready(Ready(INFO, 1000, "raw:1", stall_timeout_s)))
+            worker.send(Ready(INFO, 1000, "raw:1", stall_timeout_s))
             assert isinstance(worker.receive(), Welcome)
         for silence, n_lost in ((1.4, 0), (1.6, 2), (1.4 * 5, 2)):
             silent_s, looked_at = silence * STALL_TIMEOUT_S, proxy.latest_status_at
@@ -60,7 +59,7 @@ def test_liveness_allows_silence_until_deadline_of_sleep(monkeypatch: pytest.Mon
         raw_peer(proxy.backend_port) as worker,
         TeacherClient(server_port=proxy.frontend_port) as client,
     ):
-        worker.socket.send_multipart(protocol.encode_ready(ready))
+        worker.send(ready)
         assert isinstance(worker.receive(), Welcome)
         asleep = client.submit_sleep(timeout_s=600)
         command = worker.receive()
@@ -69,7 +68,7 @@ def test_liveness_allows_silence_until_deadline_of_sleep(monkeypatch: pytest.Mon
         wait_until(lambda: proxy.latest_status_at > looked_at + 0.2)
         assert proxy.latest_status.workers[0].state == "falling asleep"
         silent_s = 0.0
-        worker.socket.send_multipart(protocol.encode_asleep_set(command.request_id, asleep=True, n_workers=1))
+        worker.send(AsleepSet(command.request_id, asleep=True, n_workers=1))
         assert asleep.result(timeout=5) == 1
         silent_s = 5 * STALL_TIMEOUT_S  # no heartbeats while it sleeps
         wait_until(lambda: proxy.latest_status.totals.workers_lost == 1)
@@ -80,20 +79,20 @@ def test_worker_sends_heartbeats_between_replies(monkeypatch: pytest.MonkeyPatch
         def step(self) -> list[tuple[int, object]]:  # type: ignore[override]
             return [done for _ in list(self._waiting) for done in super(Engine, self).step()]
 
-    clock, sent, encode_score_reply = [100.0], [], protocol.encode_score_reply
+    clock, sent, encode = [100.0], [], protocol.encode
 
-    def encode_slowly(*args: Any, **options: Any) -> list[protocol.Frame]:
-        clock[0] += 2 * WORKER_HEARTBEAT.interval_s
-        return encode_score_reply(*args, **options)
+    def encode_slowly(message: Message) -> list[protocol.Frame]:
+        clock[0] += 2 * WORKER_HEARTBEAT.interval_s if isinstance(message, ScoreReply) else 0.0
+        return encode(message)
 
     worker = Worker(Engine(), backend_port=free_port())
     try:
         monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-        monkeypatch.setattr(protocol, "encode_score_reply", encode_slowly)
+        monkeypatch.setattr(protocol, "encode", encode_slowly)
         monkeypatch.setattr(worker._connection, "send", lambda frames: sent.append(type(protocol.decode(frames))))
-        worker._receive(protocol.encode_welcome())
+        worker._receive(protocol.encode(Welcome()))
         for number in range(4):
-            worker._receive(protocol.encode_score(number, 60.0, [make_sequence(1, number)]))
+            worker._receive(protocol.encode(Score(number, 60.0, [make_sequence(1, number)])))
         worker._jobs.fill_engine()
         worker._step()
     finally:

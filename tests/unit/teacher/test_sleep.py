@@ -52,10 +52,10 @@ def state_becomes(client: TeacherClient, expected: str) -> None:
 
 
 def test_messages_round_trip() -> None:
-    assert protocol.decode(protocol.encode_set_asleep(3, 2.5, asleep=True)) == SetAsleep(3, 2.5, asleep=True)
-    assert protocol.decode(protocol.encode_asleep_set(3, asleep=False, n_workers=4)) == AsleepSet(3, False, 4)
+    assert protocol.decode(protocol.encode(SetAsleep(3, 2.5, asleep=True))) == SetAsleep(3, 2.5, asleep=True)
+    assert protocol.decode(protocol.encode(AsleepSet(3, asleep=False, n_workers=4))) == AsleepSet(3, False, 4)
     ready = Ready(INFO, 100, "host:7", 60.0, has_sleep_mode=True, is_asleep=True)
-    assert protocol.decode(protocol.encode_ready(ready)) == ready
+    assert protocol.decode(protocol.encode(ready)) == ready
 
 
 class TestService:
@@ -220,7 +220,7 @@ class TestWorkers:
             running_worker(proxy.backend_port) as awake,
             raw_peer(proxy.backend_port) as worker,
         ):
-            worker.socket.send_multipart(protocol.encode_ready(sleeping))
+            worker.send(sleeping)
             assert isinstance(worker.receive(), Welcome)
             wait_until(lambda: awake.engine.is_asleep)
             assert states(client) == ("asleep", ["asleep", "asleep"])
@@ -229,7 +229,7 @@ class TestWorkers:
             woken = client.submit_wake()
             command = worker.receive()
             assert isinstance(command, SetAsleep) and not command.asleep
-            worker.socket.send_multipart(protocol.encode_asleep_set(command.request_id, asleep=False, n_workers=1))
+            worker.send(AsleepSet(command.request_id, asleep=False, n_workers=1))
             assert woken.result(timeout=5) == 2
 
     def test_state_outlives_reconnection(self) -> None:

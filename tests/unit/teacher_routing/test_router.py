@@ -28,7 +28,7 @@ from teacher.errors import (
     TeacherUnreachable,
 )
 from teacher.records import TeacherSequence
-from teacher.wire.messages import LIMITS
+from teacher.wire.limits import LIMITS
 from tests._support.base_config import base_config
 from tests._support.data_sets import data_set_of
 from tests._support.errors import raises
