@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from recipe_gkd.config.load import known_keys
+from recipe_gkd.config.key_types import known_keys
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from recipe_gkd.config.backend_class import load_backend_class
+from recipe_gkd.config.compose import default_values, value_at
 from recipe_gkd.config.prompt_template import template_problem
 from recipe_gkd.config.schema import Config, DataConfig, TeacherConfig
 from recipe_gkd.config.schema.teacher import TeacherEntry
@@ -152,9 +151,8 @@ def _backend_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
             f"{TEACHER}.backend=hf needs {TEACHER}.model_path, the folder of the teacher model",
             keys=(f"{TEACHER}.backend", f"{TEACHER}.model_path"),
         )
-    defaults = _default_section()
     for name in _SERVICE_ONLY:
-        if (got := getattr(teacher, name)) != defaults[name]:
+        if (got := getattr(teacher, name)) != value_at(default_values(), f"{TEACHER}.{name}"):
             yield ConfigError(
                 f"{TEACHER}.{name}={got} has no effect with {TEACHER}.backend=hf",
                 remedy="leave it out, or set backend=zmq",
@@ -174,13 +172,6 @@ def _template_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
 
 def _own(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _default_section() -> dict[str, Any]:
-    """Return the teacher section of the YAML files, without overrides."""
-    from recipe_gkd.config.load import compose_config  # imports this module
-
-    return dict(OmegaConf.select(compose_config("on_policy_distill_trainer"), TEACHER))
 
 
 def _is_address(address: str) -> bool:

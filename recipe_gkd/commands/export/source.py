@@ -15,7 +15,8 @@ from yaml import YAMLError
 from recipe_gkd.checkpoints.newest import find_checkpoint
 from recipe_gkd.checkpoints.run_folder import CONFIG
 from recipe_gkd.config import Config
-from recipe_gkd.config.load import compose_config, to_config
+from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.load import to_config
 from recipe_gkd.errors import CheckpointError, ConfigError, ModelError
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from recipe_gkd.checkpoints.folders import final_folder
 from recipe_gkd.commands.report.markup import table, text
 from recipe_gkd.commands.report.run_files import Run
-from recipe_gkd.config.load import compose_config
+from recipe_gkd.config.compose import compose_config
 from recipe_gkd.errors import ConfigError
 
 SECRET = re.compile(r"(api_?key|secret|password|passwd|credential|(^|_)token)$", re.IGNORECASE)

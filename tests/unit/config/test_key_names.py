@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipe_gkd.config.load import known_keys
+from recipe_gkd.config.key_types import known_keys
 from tests._support.repository import REPO
 
 SECTIONS = "gkd|trainer|data|actor_rollout_ref|rollout|custom_reward_function|ray_init|actor|teacher|optim|fsdp_config"

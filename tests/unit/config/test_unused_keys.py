@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from recipe_gkd import main_gkd
-from recipe_gkd.config.load import LoadedConfig, compose_config, known_keys, read_config, value_at
+from recipe_gkd.config.compose import default_values, value_at
+from recipe_gkd.config.key_types import known_keys
+from recipe_gkd.config.load import LoadedConfig, read_config
 from recipe_gkd.config.unused_keys import UNUSED_KEYS, UnusedKeys
 from tests._support import custom_losses
 from tests._support.base_config import CONFIG_NAME, REQUIRED
@@ -86,7 +86,6 @@ VALUES = {
     "custom_reward_function.functions": "{format: rewards.py}",
     "trainer.val_kl": "true",
 }
-DEFAULTS: Any = OmegaConf.to_container(compose_config(CONFIG_NAME), resolve=False)
 
 
 def read(*overrides: str) -> LoadedConfig:
@@ -95,7 +94,7 @@ def read(*overrides: str) -> LoadedConfig:
 
 def setting(name: str) -> str:
     """Return an override that sets the key, to its default if that is a value."""
-    value = VALUES.get(name, value_at(DEFAULTS, name))
+    value = VALUES.get(name, value_at(default_values(CONFIG_NAME), name))
     return f"{name}={str(value).lower() if isinstance(value, bool) else value}".replace("'", "").replace(" ", "")
 
 
