@@ -23,7 +23,7 @@ from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan, plan_micro_batches
 from recipe_gkd.actor.objective import Objective
 from recipe_gkd.actor.offload import state_sizes
 from recipe_gkd.actor.token_limit import AttemptFailed, TokenLimit, Vote, next_limit
-from recipe_gkd.config.objective import uses_custom_loss
+from recipe_gkd.config.conditions import uses_custom_loss
 from recipe_gkd.config.schema import ActorConfig, Config, GkdConfig
 from recipe_gkd.config.teachers import names as teacher_names
 from recipe_gkd.data.samples import Sample

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from recipe_gkd.config.conditions import uses_sampled_token_loss
 from recipe_gkd.config.megatron_fields import fixed_field_problems
-from recipe_gkd.config.objective import uses_sampled_token_loss
 from recipe_gkd.config.schema import Config
+from recipe_gkd.config.schema.unused import as_override_value
 from recipe_gkd.errors import ConfigError
 
 STRATEGY = "actor_rollout_ref.actor.strategy"
@@ -68,11 +69,6 @@ def _unused_backend(config: Config) -> Iterator[ConfigError]:
                 remedy=f"set it to {as_override_value(value)}, or set {STRATEGY}={other}",
                 keys=(f"{prefix}.{name}", STRATEGY),
             )
-
-
-def as_override_value(value: object) -> str:
-    """Return a value as it is written in an override."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _actor_layout(config: Config) -> Iterator[ConfigError]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipe_gkd.config.schema import Config, RewardFunctionConfig
-from recipe_gkd.config.schema.reward import RewardFailureMode
 from recipe_gkd.errors import ConfigError
 
 SECTION = "custom_reward_function"
@@ -56,11 +55,6 @@ class RewardFunction:
         return f"{self.label} ({described})" if self.label else described
 
 
-def has_reward(config: Config) -> bool:
-    """Return True if the configuration has a reward function."""
-    return bool(reward_functions(config.custom_reward_function))
-
-
 def reward_functions(section: RewardFunctionConfig) -> tuple[RewardFunction, ...]:
     """Return the reward functions; empty without one."""
     if section.functions:
@@ -71,12 +65,6 @@ def reward_functions(section: RewardFunctionConfig) -> tuple[RewardFunction, ...
     if section.path is None:
         return ()
     return (RewardFunction(label="", path=section.path, name=section.name, weight=1.0, kwargs=section.kwargs),)
-
-
-def failure_mode(config: Config) -> RewardFailureMode:
-    """Return ``custom_reward_function.on_failure``, or its default value for this configuration."""
-    chosen = config.custom_reward_function.on_failure
-    return chosen if chosen is not None else "fail" if config.gkd.use_rl_loss else "skip"
 
 
 def reward_name(section: RewardFunctionConfig) -> str:

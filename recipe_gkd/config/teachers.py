@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 from recipe_gkd.config.backend_class import load_backend_class
 from recipe_gkd.config.compose import default_values, value_at
+from recipe_gkd.config.prompt_settings import DEFAULT
 from recipe_gkd.config.prompt_template import template_problem
-from recipe_gkd.config.schema import Config, DataConfig, TeacherConfig
-from recipe_gkd.config.schema.teacher import TeacherEntry
+from recipe_gkd.config.schema import Config, TeacherConfig
 from recipe_gkd.errors import ConfigError
 
-DEFAULT = "default"  # name of the teacher at server_ip:server_port
 TEACHER = "actor_rollout_ref.teacher"
 
 _N_ENCRYPTED_CONNECTIONS = 4
@@ -22,23 +19,6 @@ _DEFAULT_MICROBATCHES = 8
 _SERVICE_ONLY = ("server_ip", "server_port", "wire_dtype", "auth_dir", "n_connections", "scoring_workers_per_node")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ADDRESS = re.compile(r"(?P<host>[^\s:]+):(?P<port>[0-9]{1,5})")
-
-
-@dataclass(frozen=True)
-class PromptSettings:
-    """Differences between the prompts of a teacher and those of the student.
-
-    Attributes:
-        prompt_key: Column of the teacher's prompts. None: the student's prompts.
-        template: Template of the last user message. None: unchanged.
-        system_prompt: System message of prompts that have none. None: the student's; empty: none.
-        kwargs: Arguments of the chat template. None: the student's.
-    """
-
-    prompt_key: str | None = None
-    template: str | None = None
-    system_prompt: str | None = None
-    kwargs: Mapping[str, Any] | None = None
 
 
 def addresses(teacher: TeacherConfig) -> dict[str, tuple[str, int]]:
@@ -56,22 +36,10 @@ def auth_dirs(teacher: TeacherConfig) -> dict[str, str | None]:
     """Return the folder of the keys for each teacher by name, None for a service without keys."""
     if not teacher.teachers:
         return {DEFAULT: teacher.auth_dir}
-    return {name: _own(entry.auth_dir, teacher.auth_dir) or None for name, entry in teacher.teachers.items()}
-
-
-def prompt_settings(teacher: TeacherConfig, data: DataConfig) -> dict[str, PromptSettings | None]:
-    """Return the prompt settings of each teacher by name, None for a teacher that sees the student's prompts."""
-    entries = teacher.teachers or {DEFAULT: TeacherEntry(address="")}
-    found = {
-        name: PromptSettings(
-            prompt_key=data.teacher_prompt_key,
-            template=_own(entry.prompt_template, teacher.prompt_template) or None,
-            system_prompt=_own(entry.system_prompt, teacher.system_prompt),
-            kwargs=_own(entry.apply_chat_template_kwargs, teacher.apply_chat_template_kwargs),
-        )
-        for name, entry in entries.items()
+    shared = teacher.auth_dir
+    return {
+        name: (shared if entry.auth_dir is None else entry.auth_dir) or None for name, entry in teacher.teachers.items()
     }
-    return {name: None if settings == PromptSettings() else settings for name, settings in found.items()}
 
 
 def n_connections(teacher: TeacherConfig, auth_dir: str | None) -> int:
@@ -168,10 +136,6 @@ def _template_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
     for key, template in templates.items():
         if template and (problem := template_problem(template)):
             yield ConfigError(f"{key}={template!r:.200}: {problem}", remedy="write {{ and }} for braces", keys=(key,))
-
-
-def _own(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def _is_address(address: str) -> bool:

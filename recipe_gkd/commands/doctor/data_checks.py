@@ -11,7 +11,7 @@ import numpy as np
 
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.config import Config
-from recipe_gkd.config.validate import runs_validation, trains_on_rewards
+from recipe_gkd.config.conditions import runs_validation, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet, read_data_set
 from recipe_gkd.rewards import RewardItems

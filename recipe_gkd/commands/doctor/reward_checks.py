@@ -13,8 +13,8 @@ import numpy as np
 from recipe_gkd.commands.doctor.data_checks import MAX_ROWS, TRAIN, VALIDATION
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.config import Config
+from recipe_gkd.config.conditions import needs_rewards, trains_on_rewards
 from recipe_gkd.config.reward_functions import reward_functions
-from recipe_gkd.config.validate import needs_rewards, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.data.samples import Response

@@ -9,6 +9,14 @@ from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_BATCH, MAX_COEFFICIENT, MAX_DEVICES, MAX_INT32, MAX_STEPS, Beta
 from recipe_gkd.config.schema.fields import STRICT, UserPath, key, timeout
+from recipe_gkd.config.schema.unused import (
+    NO_ADAPTERS,
+    NO_CHECKPOINTS,
+    NO_MEGATRON,
+    NO_TENSOR_PARALLELISM,
+    needs,
+    unused_with,
+)
 from teacher.engines.head_dtype import HeadDtype
 
 MAX_LORA_RANK = 1 << 14
@@ -70,14 +78,20 @@ class MegatronConfig:
     )
     sequence_parallel: bool = key(
         "Split activations between layers along the sequence, which saves memory. No effect if "
-        "`tensor_model_parallel_size` is 1."
+        "`tensor_model_parallel_size` is 1.",
+        unused=[NO_TENSOR_PARALLELISM],
     )
-    use_distributed_optimizer: bool = key("Shard the optimizer state over the data-parallel ranks.")
-    dtype: TrainingDtype = key("Data type of weights and activations. The optimizer keeps float32 copies.")
+    use_distributed_optimizer: bool = key(
+        "Shard the optimizer state over the data-parallel ranks.", unused=[NO_MEGATRON]
+    )
+    dtype: TrainingDtype = key(
+        "Data type of weights and activations. The optimizer keeps float32 copies.", unused=[NO_MEGATRON]
+    )
     transformer_impl: TransformerImpl = key(
         "Modules of the layers. `transformer_engine`: those of Transformer Engine, which must be usable. `local`: "
         "those of torch; Transformer Engine is not loaded, also not for the optimizer. `auto`: `transformer_engine` on "
-        "CUDA if it is installed, else `local`."
+        "CUDA if it is installed, else `local`.",
+        unused=[NO_MEGATRON],
     )
     param_offload: bool = key(
         "Keep the weights in host memory except during updates, weight syncs, saves and loads. On a CPU they are kept "
@@ -107,7 +121,8 @@ class FsdpConfig:
 
     dtype: TrainingDtype = key(
         "Data type of weights and activations in the forward and backward pass. The sharded weights, the reduction of "
-        "the gradient and the optimizer are float32."
+        "the gradient and the optimizer are float32.",
+        unused=[needs(lambda config: config.actor_rollout_ref.actor.strategy, "fsdp")],
     )
     fsdp_size: int = key(
         "Number of ranks that share one copy of the model; each such group has its own. -1: all ranks share one.",
@@ -145,7 +160,7 @@ class LoraConfig:
         ge=0,
         le=MAX_LORA_RANK,
     )
-    alpha: int = key("Numerator of the adapters' scale, alpha / rank.", ge=1, le=MAX_INT32)
+    alpha: int = key("Numerator of the adapters' scale, alpha / rank.", unused=[NO_ADAPTERS], ge=1, le=MAX_INT32)
     target_modules: list[str] | None = key(
         "Last parts of the names of the linear layers that get an adapter, such as `q_proj`. null: all linear layers "
         "except the output layer."
@@ -160,12 +175,20 @@ class OptimConfig:
     """Optimizer and learning rate schedule, section ``actor_rollout_ref.actor.optim``."""
 
     lr: float = key("Peak learning rate.", gt=0, le=1)
-    min_lr: float = key("Learning rate at the end of the decay.", ge=0, le=1)
+    min_lr: float = key(
+        "Learning rate at the end of the decay.",
+        unused=[unused_with(lambda config: config.actor_rollout_ref.actor.optim.lr_decay_style, "constant", "cosine")],
+        ge=0,
+        le=1,
+    )
     lr_warmup_steps: WarmupSteps = key(
         "Number of linear warm-up steps. -1 or null: use `lr_warmup_steps_ratio` instead.", ge=-1, le=MAX_STEPS
     )
     lr_warmup_steps_ratio: float = key(
-        "Number of warm-up steps as a fraction of all steps. Used if `lr_warmup_steps` is -1.", ge=0, le=1
+        "Number of warm-up steps as a fraction of all steps. Used if `lr_warmup_steps` is -1.",
+        unused=[needs(lambda config: config.actor_rollout_ref.actor.optim.lr_warmup_steps, -1)],
+        ge=0,
+        le=1,
     )
     lr_decay_style: DecayStyle = key("Shape of the learning rate schedule after the warm-up.")
     weight_decay: float = key(
@@ -181,10 +204,14 @@ class CheckpointConfig:
 
     save_contents: list[SavedPart] = key(
         "Parts of a checkpoint: `model` (weights), `optimizer` (state), `extra` (learning rate schedule), and "
-        "`hf_model` (a Hugging Face folder for inference)."
+        "`hf_model` (a Hugging Face folder for inference).",
+        unused=[NO_CHECKPOINTS],
     )
-    load_contents: LoadedParts = key("Parts that a resumed run loads. `hf_model` is accepted and not read.")
-    async_save: bool = key("Write checkpoints in the background while training continues.")
+    load_contents: LoadedParts = key(
+        "Parts that a resumed run loads. `hf_model` is accepted and not read.",
+        unused=[unused_with(lambda config: config.trainer.resume_mode, "disable", "auto")],
+    )
+    async_save: bool = key("Write checkpoints in the background while training continues.", unused=[NO_CHECKPOINTS])
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -196,7 +223,10 @@ class ActorConfig:
         "`fsdp`: PyTorch FSDP2 with data parallelism, for the causal language models of transformers that vLLM serves."
     )
     micro_batch_size: int = key(
-        "Number of samples per micro-batch and rank. Used if `use_dynamic_bsz` is false.", ge=1, le=MAX_BATCH
+        "Number of samples per micro-batch and rank. Used if `use_dynamic_bsz` is false.",
+        unused=[needs(lambda config: config.actor_rollout_ref.actor.use_dynamic_bsz, False)],
+        ge=1,
+        le=MAX_BATCH,
     )
     use_dynamic_bsz: bool = key(
         "Fill micro-batches up to `max_token_len` tokens. false: `micro_batch_size` samples each."
@@ -204,6 +234,7 @@ class ActorConfig:
     max_token_len: int = key(
         "Maximum number of tokens per micro-batch and data-parallel rank; context-parallel ranks share them. Used if "
         "`use_dynamic_bsz` is true. Lower it if the actor runs out of memory.",
+        unused=[needs(lambda config: config.actor_rollout_ref.actor.use_dynamic_bsz, True)],
         ge=1,
         le=MAX_INT32,
     )
