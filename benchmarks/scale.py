@@ -50,6 +50,7 @@ from scale_stages import (
 
 from recipe_gkd.actor.shards import Sharding, token_cost
 from recipe_gkd.checkpoints.state import Progress, ResumeState
+from recipe_gkd.cluster import Cluster
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
@@ -63,7 +64,6 @@ from recipe_gkd.scoring.pool import ScoringPool
 from recipe_gkd.scoring.requests import TeacherRequest
 from recipe_gkd.teacher_routing import Routes, open_teachers
 from recipe_gkd.trainer import Trainer
-from recipe_gkd.workers import Workers
 from teacher.records import TeacherSequence
 
 PROCESSES = 4
@@ -191,7 +191,7 @@ def simulated_group(name: str, worker: type, n: int, load: Load) -> WorkerGroup:
 
 
 @contextmanager
-def running_workers(case: Case, teachers: Any) -> Iterator[Workers]:
+def running_cluster(case: Case, config: Config, teachers: Any) -> Iterator[Cluster]:
     """Start simulated workers and real scoring workers, and kill them at the end."""
     rollouts = simulated_group("rollout", SimulatedRollouts, case.replicas, case.load)
     actors = simulated_group("actor", SimulatedActors, case.ranks, case.load)
@@ -205,7 +205,9 @@ def running_workers(case: Case, teachers: Any) -> Iterator[Workers]:
     restarts: Any = SimpleNamespace(n_restarts=0)
     sharding = Sharding(homes.of_ranks, token_cost)
     try:
-        yield Workers(actors, rollouts, weights, list(range(case.ranks)), sharding, restarts, restarts, scoring=scoring)
+        yield Cluster(
+            config, actors, rollouts, weights, list(range(case.ranks)), sharding, restarts, restarts, scoring=scoring
+        )
     finally:
         handles = [*actors.handles, *rollouts.handles, *([] if scoring is None else scoring.group.handles)]
         for handle in dict.fromkeys(handles):
@@ -220,11 +222,11 @@ def measure(case: Case, n_steps: int) -> dict[str, float]:
         with open_teachers(config, Routes(("default",))) as teachers:
             for client in teachers.clients.values():
                 client.hello(30)
-            with running_workers(case, teachers) as workers:
+            with running_cluster(case, config, teachers) as cluster:
                 data: Any = SimulatedData(case.load.responses * 2)
                 loader = PromptLoader(data, config.data, n=1, epochs=1, max_steps=steps)
                 start = ResumeState(Progress(0, 0, len(data), config.data.seed, config.data.shuffle))
-                trainer = MeasuredTrainer(config, workers, teachers, loader, start)
+                trainer = MeasuredTrainer(config, cluster, teachers, loader, start)
                 before = own_memory()
                 with PeakMemory() as memory:
                     asyncio.run(trainer.loop(StopRequest()))
@@ -265,8 +267,8 @@ def worker_rate(n_bytes: int = 1 << 30) -> float:
         with open_teachers(config, Routes(("default",))) as teachers:
             for client in teachers.clients.values():
                 client.hello(30)
-            with running_workers(case, teachers) as workers:
-                return asyncio.run(_receive(workers.scoring, load, n_bytes))
+            with running_cluster(case, config, teachers) as cluster:
+                return asyncio.run(_receive(cluster.scoring, load, n_bytes))
 
 
 async def _receive(pool: Any, load: Load, n_bytes: int) -> float:

@@ -7,7 +7,7 @@ package.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,6 +60,21 @@ class CustomLossError(ConfigError):
 
 
 @dataclass(eq=False, repr=False)
+class RunFolderInUse(ConfigError):
+    """Run folder that another run has locked.
+
+    Attributes:
+        path: The run folder.
+        pid: Process id of the driver of the other run. None if it is unknown.
+        host: Name of its host.
+    """
+
+    path: Path | None = field(default=None, kw_only=True)
+    pid: int | None = field(default=None, kw_only=True)
+    host: str = field(default="", kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
 class DataError(GkdError, ValueError):
     """Data file or row that cannot be used.
 
@@ -69,6 +84,8 @@ class DataError(GkdError, ValueError):
         line: Number of the line in the file, starting at 1.
         column: Name of the column. Nested fields are joined by dots.
         existing: Names of the columns or fields that exist. None unless there is no such column.
+        uid: Uid of the sample.
+        position: Position of a token in the response, starting at 0.
     """
 
     file: Path | None = field(default=None, kw_only=True)
@@ -76,6 +93,8 @@ class DataError(GkdError, ValueError):
     line: int | None = field(default=None, kw_only=True)
     column: str = field(default="", kw_only=True)
     existing: tuple[str, ...] | None = field(default=None, kw_only=True)
+    uid: int | None = field(default=None, kw_only=True)
+    position: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(eq=False, repr=False)
@@ -103,7 +122,7 @@ class ModelError(GkdError, ValueError):
 
     Attributes:
         path: The folder or file.
-        names: Names of the tensors, of missing files, or of the fields of ``config.json``.
+        names: Names of the tensors, of missing files, of the fields of ``config.json``, or of the options of layers.
     """
 
     path: Path | None = field(default=None, kw_only=True)
@@ -119,27 +138,60 @@ class ResourceError(GkdError, RuntimeError):
         workers: Labels of the workers, if several are concerned.
         waited_s: Waiting time in seconds, if the resources were awaited.
         variable: Name of the environment variable that has an unusable value.
+        keys: Full names of the configuration keys to change.
     """
 
     node: str = field(default="", kw_only=True)
     waited_s: float = field(default=0.0, kw_only=True)
     workers: tuple[str, ...] = field(default=(), kw_only=True)
     variable: str = field(default="", kw_only=True)
+    keys: tuple[str, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
+class MemoryBudgetError(ResourceError):
+    """Phases of a step for which a shared device has too little memory.
+
+    Attributes:
+        keys_by_phase: Name of each phase that does not fit -> full names of the configuration keys to change.
+    """
+
+    keys_by_phase: Mapping[str, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(eq=False, repr=False)
 class WorkerError(GkdError, RuntimeError):
-    """Failure of a pool worker."""
+    """Failure of a pool worker.
+
+    Attributes:
+        keys: Full names of the configuration keys to change.
+        uids: Uids of the samples that caused the failure.
+    """
+
+    keys: tuple[str, ...] = field(default=(), kw_only=True)
+    uids: tuple[int, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(eq=False, repr=False)
 class WorkerDied(WorkerError):
-    """Death of a worker: its process ended, or its engine failed. Another worker can take over its work."""
+    """Death of a worker: its process ended, or its engine failed. Another worker can take over its work.
+
+    Attributes:
+        process: Name of the process of the engine that died. Empty for the worker's own process.
+    """
+
+    process: str = field(default="", kw_only=True)
 
 
 @dataclass(eq=False, repr=False)
 class SecondaryFailure(WorkerError):
-    """Failure whose cause another worker reports."""
+    """Failure whose cause another worker reports.
+
+    Attributes:
+        origin: Label of the worker that reports the cause. Empty if it is unknown.
+    """
+
+    origin: str = field(default="", kw_only=True)
 
 
 @dataclass(eq=False, repr=False)
@@ -166,7 +218,7 @@ class WeightSyncError(GkdError, RuntimeError):
     Attributes:
         tensors: Names of the weights, if the failure concerns single weights.
         reported_by: Names of the transport ranks whose report ended the update of the rank that raises the error.
-        failures: Errors of the workers that the driver has collected.
+        failures: Errors of the workers that the driver has collected, or of the ranks of one worker.
         invalid: Labels of the rollout workers that have no complete version now.
         first_attempt: Error of the attempt before this one.
     """
@@ -201,10 +253,27 @@ class CheckpointError(GkdError, RuntimeError):
     """Checkpoint that is missing or incomplete, or could not be saved.
 
     Attributes:
-        path: Folder of the checkpoint.
+        path: Folder of the checkpoint, or the file in it. The run folder if several checkpoints are concerned.
+        ranks: Actor ranks that failed, ascending. Empty if the driver failed.
+        tried: Folders of the checkpoints that cannot be used, newest first, if several are concerned.
     """
 
     path: Path | None = field(default=None, kw_only=True)
+    ranks: tuple[int, ...] = field(default=(), kw_only=True)
+    tried: tuple[Path, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
+class SavesFailed(CheckpointError):
+    """Failed saves that end the run.
+
+    Attributes:
+        count: Number of failed saves of the run.
+        newest: Folder of the newest complete checkpoint of the run. None if there is none.
+    """
+
+    count: int = field(default=0, kw_only=True)
+    newest: Path | None = field(default=None, kw_only=True)
 
 
 @dataclass(eq=False, repr=False)

@@ -29,6 +29,8 @@ from recipe_gkd.checkpoints.resume_hint import resume_hint
 from recipe_gkd.checkpoints.run_folder import CONFIG, LOG, RunFolder, folder_of, run_folder
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.checkpoints.store import forget_best, read_best
+from recipe_gkd.cluster import Cluster
+from recipe_gkd.cluster_start import start_cluster
 from recipe_gkd.commands.arguments import config_parser
 from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import failure_mode, needs_rewards, saves_checkpoints, trains_on_rewards
@@ -72,7 +74,6 @@ from recipe_gkd.teacher_routing import (
 )
 from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation import read_validation
-from recipe_gkd.workers import Workers, start_workers
 
 log = logging.getLogger("recipe_gkd")
 
@@ -321,28 +322,28 @@ async def _train(
     stop: StopRequest,
 ) -> None:
     """Start the workers, and train."""
-    # Workers may have another working directory.
+    # Cluster may have another working directory.
     config = replace(config, trainer=replace(config.trainer, default_local_dir=str(folder.path.absolute())))
     async with (
         teacher_asleep(config, teachers),
-        start_workers(
+        start_cluster(
             config,
             choose_device(config.trainer.device),
             total_steps=plan.last_step(plan.progress),
             stop_token_ids=plan.stop_token_ids,
             n_tokens=plan.n_tokens,
             teacher_specs=teachers.client_specs(),
-        ) as workers,
+        ) as cluster,
     ):
-        if workers.scoring is not None:
-            teachers.requests = workers.scoring
+        if cluster.scoring is not None:
+            teachers.requests = cluster.scoring
         folder.accept()
-        await _train_with_restarts(config, workers, plan, teachers, reward_context, stop)
+        await _train_with_restarts(config, cluster, plan, teachers, reward_context, stop)
 
 
 async def _train_with_restarts(
     config: Config,
-    workers: Workers,
+    cluster: Cluster,
     plan: TrainingPlan,
     teachers: Teachers,
     reward_context: RewardContext,
@@ -355,16 +356,16 @@ async def _train_with_restarts(
     points, trainer, is_restarted = plan.points, None, False
     while True:
         try:
-            start = await _load(config, workers, plan, points)
-            trainer = Trainer(config, workers, teachers, plan.loader, start, reward_context)
+            start = await _load(config, cluster, plan, points)
+            trainer = Trainer(config, cluster, teachers, plan.loader, start, reward_context)
             trainer.is_restarted = is_restarted
             return await trainer.fit(stop)
         except GkdError as error:
             if stop.reason is not None:
-                await _end_without_actors(error, config, workers, stop)
+                await _end_without_actors(error, config, cluster, stop)
                 return None
             with stop.accepted() if saves_checkpoints(config) else nullcontext():
-                await stop.unless_requested(workers.restart_actors(error))
+                await stop.unless_requested(cluster.restart_actors(error))
         if stop.reason is not None:
             return None  # the newest checkpoint is all that can be saved
         if trainer is not None and trainer.saver.newest is not None:
@@ -374,14 +375,14 @@ async def _train_with_restarts(
         log.warning("the actor ranks were started again; steps after the newest checkpoint are repeated")
 
 
-async def _end_without_actors(error: GkdError, config: Config, workers: Workers, stop: StopRequest) -> None:
+async def _end_without_actors(error: GkdError, config: Config, cluster: Cluster, stop: StopRequest) -> None:
     """Return if the run ends as requested although an actor rank was lost, because an earlier checkpoint exists.
 
     Raises:
         GkdError: ``error``, if no rank was lost or there is no checkpoint.
     """
     newest = newest_complete(folder_of(config.trainer)).folder
-    if newest is None or not await workers.actor_is_lost(error):
+    if newest is None or not await cluster.actor_is_lost(error):
         raise error
     log.warning(
         "an actor rank was lost after %s: %s\nthe newest checkpoint is %s; later steps will be repeated",
@@ -396,13 +397,13 @@ def _newest_point(config: Config, checkpoint: Path, plan: TrainingPlan) -> list[
     return resume_points(replace(config, trainer=trainer), plan.fresh)
 
 
-async def _load(config: Config, workers: Workers, plan: TrainingPlan, points: Sequence[ResumePoint]) -> ResumeState:
+async def _load(config: Config, cluster: Cluster, plan: TrainingPlan, points: Sequence[ResumePoint]) -> ResumeState:
     """Load the first checkpoint that the actors can load. Without one, the run starts from the model folder."""
     root = folder_of(config.trainer)
     timeout_s = timeout_of(config, ACTOR_TIMEOUT)
 
     async def load(path: str) -> None:
-        await workers.actors.call(ActorWorker.load_checkpoint, path, timeout_s=timeout_s, phase="load_checkpoint")
+        await cluster.actors.call(ActorWorker.load_checkpoint, path, timeout_s=timeout_s, phase="load_checkpoint")
 
     if points:
         point = await load_first_usable(points, load, may_skip=config.trainer.resume_mode == "auto")
@@ -414,7 +415,7 @@ async def _load(config: Config, workers: Workers, plan: TrainingPlan, points: Se
         forget_best(root)
         start = ResumeState(plan.fresh)
     if (total_steps := plan.last_step(start.progress)) != plan.last_step(plan.progress):  # not the planned checkpoint
-        await workers.actors.call(ActorWorker.set_total_steps, total_steps, timeout_s=timeout_s, phase="resume")
+        await cluster.actors.call(ActorWorker.set_total_steps, total_steps, timeout_s=timeout_s, phase="resume")
     return start
 
 

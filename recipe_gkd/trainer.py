@@ -14,6 +14,7 @@ from recipe_gkd.checkpoints.best import BestTracker
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.checkpoints.saver import CheckpointSaver
 from recipe_gkd.checkpoints.state import Progress, ResumeState
+from recipe_gkd.cluster import Cluster
 from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import saves_checkpoints
 from recipe_gkd.config.objective import loss_name
@@ -46,8 +47,6 @@ from recipe_gkd.scoring.setup import max_row_bytes
 from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.validation import Validation
 from recipe_gkd.validation_kl import KlStages, ResponseKl, measure_kl
-from recipe_gkd.worker_stages import generate_responses, generate_validation_responses, sum_kl, update_actors
-from recipe_gkd.workers import Workers
 from teacher.errors import TeacherError
 
 log = logging.getLogger(__name__)
@@ -146,7 +145,7 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        workers: Workers,
+        cluster: Cluster,
         teachers: Teachers,
         loader: PromptLoader,
         start: ResumeState,
@@ -156,13 +155,13 @@ class Trainer:
 
         Args:
             config: Configuration of the run.
-            workers: Connected workers. The actors have loaded the weights of ``start``.
+            cluster: Connected workers. The actors have loaded the weights of ``start``.
             teachers: Clients of the teachers.
             loader: Prompts of the run.
             start: State that the run resumes from.
             reward_context: Reward function and validation. None if the run has neither.
         """
-        self.config, self.workers, self.teachers, self.loader = config, workers, teachers, loader
+        self.config, self.cluster, self.teachers, self.loader = config, cluster, teachers, loader
         self.start, self.reward_context = start, reward_context
         self.progress = start.progress
         self.summary = RunSummary(loss_name(config.gkd) or "loss")
@@ -171,8 +170,8 @@ class Trainer:
         lower_is_better = validation is not None and metric in validation.kl_names
         self.best = BestTracker(metric, start.best, lower_is_better=lower_is_better)
         self.teachers.resume(start.progress.skipped_samples)
-        self.mismatch = mismatch_guard(config, workers)
-        self.devices = open_devices(config, workers, teachers, loader.data.ids, self.mismatch)
+        self.mismatch = mismatch_guard(config, cluster)
+        self.devices = open_devices(config, cluster, teachers, loader.data.ids, self.mismatch)
         self.root = folder_of(config.trainer).absolute()
         self.saver = CheckpointSaver(config, self.root, self.call_actors, best=start.best)
         self.failed_validations = 0
@@ -196,7 +195,7 @@ class Trainer:
             self._log_summary()
         except BaseException as error:
             await self.devices.close()
-            await self.saver.give_up(workers_failed=await self.workers.actor_is_lost(error))
+            await self.saver.give_up(workers_failed=await self.cluster.actor_is_lost(error))
             raise
 
     def _log_summary(self) -> None:
@@ -226,11 +225,11 @@ class Trainer:
             score=self.score,
             sync=self.devices.sync,
             compute_rewards=self.reward_context.compute_rewards if self.reward_context is not None else None,
-            replace=self.workers.replace_dead_rollouts,
+            replace=self.cluster.replace_dead_rollouts,
         )
         batches = self.loader.batches(self.progress.prompts_trained, first_step=self.progress.step)
-        limit = max_row_bytes(self.config, self.workers.scoring)  # again after the actor ranks have moved
-        config = pipeline_config(self.config, len(self.workers.rollouts), limit)
+        limit = max_row_bytes(self.config, self.cluster.scoring)  # again after the actor ranks have moved
+        config = pipeline_config(self.config, len(self.cluster.rollouts), limit)
         return Pipeline(batches, config, stages, first_version=self.progress.step, timeline=timeline)
 
     async def _train(self, pipeline: Pipeline, batch: ReadyBatch) -> None:
@@ -240,7 +239,7 @@ class Trainer:
                 batch.metrics |= await self.update(batch)
             self.mismatch.observe_update(batch.step, batch.metrics)
             batch.metrics |= await self.devices.take_metrics()
-            batch.metrics |= await self.workers.metrics()
+            batch.metrics |= await self.cluster.metrics()
         self.advance(batch)
 
     async def _save_after_stop(self, pipeline: Pipeline, stop: StopRequest) -> None:
@@ -307,7 +306,7 @@ class Trainer:
 
         These are failures of what the training needs too, and of a reward function whose failures end the run.
         """
-        return isinstance(error, WeightSyncError | RewardError) or await self.workers.actor_is_lost(error)
+        return isinstance(error, WeightSyncError | RewardError) or await self.cluster.actor_is_lost(error)
 
     async def _save_if_due(self, pipeline: Pipeline, batch: ReadyBatch) -> None:
         """Save a checkpoint if one is due. Otherwise complete the pending background save if it is written."""
@@ -338,9 +337,9 @@ class Trainer:
         return interval > 0 and (step == self.last_step or step % interval == 0)
 
     async def generate(self, rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
-        """Yield the responses of one rollout worker; see :func:`generate_responses`."""
+        """Yield the responses of one rollout worker; see :meth:`Cluster.generate`."""
         async with self.devices.turn("generate"):
-            async for responses in generate_responses(self.workers, self.config, self.loader.data, rank, prompts, step):
+            async for responses in self.cluster.generate(self.loader.data, rank, prompts, step):
                 yield responses
         self.devices.prepare_update()
 
@@ -351,7 +350,7 @@ class Trainer:
 
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
         """Do one optimizer step on ``batch`` and return its metrics."""
-        return await update_actors(self.workers, self.config, batch)
+        return await self.cluster.update(batch)
 
     async def validate(self, pipeline: Pipeline) -> dict[str, float]:
         """Validate the actor's current weights. Generation for training continues while responses are scored."""
@@ -360,9 +359,7 @@ class Trainer:
 
         async def generate(rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
             async with self.devices.turn("generate"):
-                async for responses in generate_validation_responses(
-                    self.workers, validation.timeout_s, rank, prompts, step
-                ):
+                async for responses in self.cluster.generate_for_validation(validation.timeout_s, rank, prompts, step):
                     yield responses
 
         responses = await pipeline.generate_for_validation(
@@ -385,7 +382,7 @@ class Trainer:
 
         async def sum_kl_of(samples: Sequence[Sample]) -> list[dict[int, tuple[float, float]]]:
             async with pipeline.actor_lock("validate", may_fail=True), self.devices.turn("update"):
-                return await sum_kl(self.workers, config, samples, step)
+                return await self.cluster.sum_kl(samples, step)
 
         settings = config.actor_rollout_ref
         batch_size = config.data.train_batch_size * settings.rollout.n
@@ -405,7 +402,7 @@ class Trainer:
         phase = f"{method.__name__}, step {self.progress.step}"
         needs_states = method.__name__ != ActorWorker.finish_saves.__name__
         async with self._turn_for_save() if needs_states else nullcontext():
-            return await self.workers.actors.call(method, *args, timeout_s=timeout_s, phase=phase)
+            return await self.cluster.actors.call(method, *args, timeout_s=timeout_s, phase=phase)
 
     @asynccontextmanager
     async def _turn_for_save(self) -> AsyncIterator[None]:
@@ -414,7 +411,7 @@ class Trainer:
             try:
                 await stack.enter_async_context(self.devices.turn("update"))
             except (GkdError, TeacherError) as error:
-                if not self._is_stopping or await self.workers.actor_is_lost(error):
+                if not self._is_stopping or await self.cluster.actor_is_lost(error):
                     raise
                 log.warning("the checkpoint is saved although the devices could not be prepared: %s", error)
             yield
@@ -423,7 +420,7 @@ class Trainer:
 @asynccontextmanager
 async def _open_run(trainer: Trainer, stop: StopRequest) -> AsyncIterator[_Run]:
     """Open loggers and metrics, start the schedule and accept a stop; close them in the reverse order."""
-    workers, progress = trainer.workers, trainer.progress
+    cluster, progress = trainer.cluster, trainer.progress
     loggers = Loggers(
         trainer.config.trainer,
         completed_steps=progress.step,
@@ -437,10 +434,10 @@ async def _open_run(trainer: Trainer, stop: StopRequest) -> AsyncIterator[_Run]:
         await files.enter_async_context(loggers)
         if validation is not None:
             files.push_async_callback(validation.close)
-        utilization = ActorUtilization.of(trainer.config, workers.actor_devices)
+        utilization = ActorUtilization.of(trainer.config, cluster.actor_devices)
         with (
             StepMetrics(
-                trainer.config, n_rollouts=len(workers.rollouts), capacity=workers.capacity, utilization=utilization
+                trainer.config, n_rollouts=len(cluster.rollouts), capacity=cluster.capacity, utilization=utilization
             ) as steps,
             SampleRecord(trainer.root, progress.step, trainer.config.actor_rollout_ref.rollout.n) as record,
         ):

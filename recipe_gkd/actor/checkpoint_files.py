@@ -19,6 +19,8 @@ from recipe_gkd.errors import CheckpointError, CheckpointMismatch
 
 DESCRIPTION = "metadata.json"
 """Name of the file that marks a complete checkpoint. Megatron-core requires this name, and its own fields in it."""
+STRATEGY = "actor_rollout_ref.actor.strategy"
+USE_ANOTHER = "use another checkpoint"
 BACKEND = "backend"
 """Field of ``metadata.json`` with the value of ``actor.strategy`` that saved it. Checkpoints of Megatron lack it."""
 
@@ -31,21 +33,30 @@ def read_description(path: Path) -> dict[str, Any]:
     """
     if not (path / DESCRIPTION).is_file():
         raise CheckpointError(
-            f"{path} is not a complete checkpoint of the actor (it has no {DESCRIPTION}); use another checkpoint"
+            f"{path} is not a complete checkpoint of the actor (it has no {DESCRIPTION})",
+            remedy=USE_ANOTHER,
+            path=path / DESCRIPTION,
         )
-    with damage_as_error(path):
+    with damage_as_error(path / DESCRIPTION):
         return {BACKEND: "megatron"} | json.loads((path / DESCRIPTION).read_text())
 
 
 @contextmanager
 def damage_as_error(path: Path) -> Iterator[None]:
-    """Raise any exception as a :class:`CheckpointError`, because unpickling damaged bytes may raise any exception."""
+    """Raise any exception as a :class:`CheckpointError`, because unpickling damaged bytes may raise any exception.
+
+    Args:
+        path: Folder of the checkpoint, or the file that is read.
+    """
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
+        file = error.filename if isinstance(error, OSError) else None
+        raise CheckpointError(
+            f"{path} is damaged ({type(error).__name__}: {error})", remedy=USE_ANOTHER, path=Path(file or path)
+        ) from error
 
 
 def check_file_sizes(path: Path, entries: Iterable[Any]) -> None:
@@ -66,7 +77,7 @@ def check_file_sizes(path: Path, entries: Iterable[Any]) -> None:
         found = (path / name).stat().st_size
         if found < size:
             raise CheckpointError(
-                f"{path} is damaged: {name} has {found} bytes, expected {size}; use another checkpoint"
+                f"{path} is damaged: {name} has {found} bytes, expected {size}", remedy=USE_ANOTHER, path=path / name
             )
 
 
@@ -82,12 +93,12 @@ def read_on_all_ranks(path: Path, read: Callable[[Path], dict[str, Any]], device
         CheckpointError: ``read`` raised one on a rank. Raised on all ranks.
     """
     common: dict[str, Any] = {}
-    failure = None
+    failure: CheckpointError | None = None
     try:
         common = read(path)
     except CheckpointError as error:
-        failure = str(error)
-    agree(f"loading the checkpoint {path}", failure, device)
+        failure = error
+    agree(f"loading the checkpoint {path}", failure, device, path=path)
     return common
 
 
@@ -95,7 +106,7 @@ def check_backend(path: Path, saved: str, own: str) -> None:
     """Check that the checkpoint was saved by the backend that loads it.
 
     Args:
-        path: Folder of the checkpoint, for the message.
+        path: Folder of the checkpoint.
         saved: ``actor.strategy`` of the run that saved it.
         own: ``actor.strategy`` of this run.
 
@@ -104,10 +115,12 @@ def check_backend(path: Path, saved: str, own: str) -> None:
     """
     if saved != own:
         raise CheckpointMismatch(
-            f"{path} was saved with actor_rollout_ref.actor.strategy={saved}, and cannot be loaded with {own}; set "
-            f"strategy={saved}, or start a new run from its weights: set actor_rollout_ref.model.path to the folder "
-            "huggingface of a checkpoint, which is written if checkpoint.save_contents has hf_model, and "
-            "trainer.default_local_dir to another folder"
+            f"{path} was saved with {STRATEGY}={saved}, and cannot be loaded with {own}",
+            remedy=f"set strategy={saved}, or start a new run from its weights: set actor_rollout_ref.model.path to "
+            "the folder huggingface of a checkpoint, which is written if checkpoint.save_contents has hf_model, and "
+            "trainer.default_local_dir to another folder",
+            path=path,
+            differing=(STRATEGY,),
         )
 
 
@@ -119,6 +132,8 @@ def check_contents(path: Path, saved: Sequence[str], wanted: Sequence[str]) -> N
     """
     if missing := [part for part in wanted if part not in saved]:
         raise CheckpointMismatch(
-            f"{path} has no {', '.join(missing)}, only {', '.join(saved)}; change "
-            "actor_rollout_ref.actor.checkpoint.load_contents"
+            f"{path} has no {', '.join(missing)}, only {', '.join(saved)}",
+            remedy="change actor_rollout_ref.actor.checkpoint.load_contents",
+            path=path,
+            differing=tuple(missing),
         )

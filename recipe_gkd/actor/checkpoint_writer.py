@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.parallel_write import FIRST_ROUND_S, LONGEST_ROUND_S, ParallelWrite, agree
+from recipe_gkd.errors import CheckpointError
 
 
 class CheckpointWriter:
@@ -103,11 +104,11 @@ class _Save:
         self._make_folder()
         self._files = backend.plan_save(path, step, contents)
         functions: list[Callable[[], Any]] = []
-        failure = None
+        failure: CheckpointError | None = None
         try:
             functions = self._files.shard_functions()
         except (OSError, RuntimeError, MemoryError) as error:  # from the copy to host memory
-            failure = f"{type(error).__name__}: {error}"
+            failure = CheckpointError(f"{type(error).__name__}: {error}")
         self._stage = _Stage.SHARDS
         self.write = self._start(functions, failure)
 
@@ -121,10 +122,11 @@ class _Save:
             self._stage = _Stage.COMPLETE
         return self._stage is _Stage.COMPLETE
 
-    def _start(self, functions: Sequence[Callable[[], Any]], failure: str | None = None) -> ParallelWrite:
+    def _start(self, functions: Sequence[Callable[[], Any]], failure: CheckpointError | None = None) -> ParallelWrite:
         return ParallelWrite(
             self._name,
             functions,
+            path=self._path,
             deadline=self._deadline,
             limit_s=self._timeout_s,
             device=self._device,
@@ -132,21 +134,21 @@ class _Save:
         )
 
     def _make_folder(self) -> None:
-        failure = None
+        failure: CheckpointError | None = None
         try:
             if self._layout.rank == 0:
                 if self._path.exists():
                     shutil.rmtree(self._path)
                 self._path.mkdir(parents=True)
         except OSError as error:
-            failure = f"{type(error).__name__}: {error}"
-        agree(self._name, failure, self._device)
+            failure = CheckpointError(f"{type(error).__name__}: {error}")
+        agree(self._name, failure, self._device, path=self._path)
         if not os.access(self._path, os.W_OK):
-            failure = (
-                f"{self._path}, which rank 0 has created, does not exist or is not writable on this machine; "
-                "trainer.default_local_dir must be shared by all nodes of the actor pool"
+            failure = CheckpointError(
+                f"{self._path}, which rank 0 has created, does not exist or is not writable on this machine",
+                remedy="trainer.default_local_dir must be shared by all nodes of the actor pool",
             )
-        agree(self._name, failure, self._device)
+        agree(self._name, failure, self._device, path=self._path)
 
     def _metadata_functions(self) -> list[Callable[[], Any]]:
         """Collect the write results of all ranks, and return the function of rank 0 that writes them. Collective."""

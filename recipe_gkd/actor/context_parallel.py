@@ -14,14 +14,13 @@ response tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from recipe_gkd.actor import token_fields
 from recipe_gkd.actor.microbatch import Allocate, PackedBatch
 
 
@@ -80,17 +79,15 @@ def shard_for_context(
     own_index_N[own_rows_M] = np.arange(len(own_rows_M))
     loss_rows_T = own_index_N[row_of[packed.loss_rows_T]]
     is_own_T = loss_rows_T >= 0
-    arrays: dict[str, Any] = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
     n_own = int(is_own_T.sum())
-    for name, value in arrays.items():
-        if name.endswith(("_T", "_TK")):
-            arrays[name] = np.compress(is_own_T, value, axis=0, out=allocate((n_own, *value.shape[1:]), value.dtype))
-    arrays |= {
-        "token_ids_N": whole_ids_N[own_rows_M],
-        "lengths": padded.tolist(),
-        "loss_rows_T": loss_rows_T[is_own_T].astype(packed.loss_rows_T.dtype),
-    }
-    shard = ContextShard(**arrays, own_rows_M=own_rows_M, cp_size=cp_size)
+    own: dict[str, np.ndarray] = {}
+    for name in (*token_fields.NAMES, "logps_TK", "ids_TK"):
+        whole = getattr(packed, name)
+        own[name] = np.compress(is_own_T, whole, axis=0, out=allocate((n_own, *whole.shape[1:]), whole.dtype))
+    own["loss_rows_T"] = loss_rows_T[is_own_T].astype(packed.loss_rows_T.dtype)
+    shard = ContextShard(
+        **own, token_ids_N=whole_ids_N[own_rows_M], lengths=padded.tolist(), own_rows_M=own_rows_M, cp_size=cp_size
+    )
     return shard, {name: weights_T[is_own_T] for name, weights_T in weights.items()}
 
 

@@ -13,21 +13,20 @@ from torch import Tensor
 from recipe_gkd.actor.head_exchange import RowOrder
 from recipe_gkd.actor.packed_row import PackedRow
 from recipe_gkd.actor.staging import BOUNDARIES, StagedBatch
+from recipe_gkd.actor.token_fields import TokenFields
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceBatch:
-    """A packed micro-batch as tensors, with the weights of its tokens.
-
-    The attributes that are not listed are those of :class:`~recipe_gkd.actor.microbatch.PackedBatch`. Indices are
-    int64.
+class DeviceBatch(TokenFields[Tensor]):
+    """A packed micro-batch as tensors, with the weights of its tokens. Indices are int64.
 
     Attributes:
         token_ids_1N: Token ids of the packed row, int64.
         position_ids_1N: Positions in their sequences, int64.
         row: Boundaries of the sequences, for the attention layers.
+        logps_TK: Teacher's top-k log-probabilities, float32; see :class:`~recipe_gkd.actor.microbatch.PackedBatch`.
+        ids_TK: Teacher's top-k token ids, int64.
         position_buckets_T: Index in ``POSITION_BUCKETS`` of the token's position in its response, int64.
-        sequence_T: Index of the token's response in the micro-batch, int64.
         overlap_rows_R: Evenly spaced tokens that a teacher scored, int64, at most ``MAX_OVERLAP_POSITIONS``.
         weights: Weight of each token in each loss term, [T] by name; see :mod:`~recipe_gkd.actor.loss_terms`.
     """
@@ -35,25 +34,10 @@ class DeviceBatch:
     token_ids_1N: Tensor
     position_ids_1N: Tensor
     row: PackedRow
-    loss_rows_T: Tensor
     logps_TK: Tensor
     ids_TK: Tensor
-    uids_T: Tensor
-    response_ids_T: Tensor
-    positions_T: Tensor
     position_buckets_T: Tensor
-    sequence_T: Tensor
     overlap_rows_R: Tensor
-    sampling_logps_T: Tensor
-    teacher_logps_T: Tensor
-    has_teacher_T: Tensor
-    teacher_numbers_T: Tensor
-    is_reference_T: Tensor
-    is_current_T: Tensor
-    rewards_T: Tensor
-    advantages_T: Tensor
-    baselines_T: Tensor
-    scales_T: Tensor
     weights: dict[str, Tensor]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from recipe_gkd.actor import token_fields
 from recipe_gkd.actor.context_tokens import ContextTokens
 from recipe_gkd.actor.device_batch import DeviceBatch
 from recipe_gkd.config.conditions import uses_custom_loss, uses_sampled_token_loss
@@ -103,7 +104,9 @@ class DistillationTerm:
         loss = get_sampled_token_loss(gkd.distill_loss_type)
         uses_expected = "baseline_T" in loss.parameters and gkd.baseline == "expected"
         baseline_T = -reverse_kl(inputs.buckets).detach() if uses_expected else batch.baselines_T
-        loss_T = loss(logp_T, batch.teacher_logps_T, values={"baseline_T": baseline_T, "scale_T": batch.scales_T})
+        loss_T = loss(
+            logp_T, batch.teacher_sampled_logps_T, values={"baseline_T": baseline_T, "scale_T": batch.scales_T}
+        )
         weights_T = importance_weights(logp_T, batch.sampling_logps_T, gkd.importance, gkd.importance_cap)
         return loss_T * weights_T
 
@@ -132,6 +135,8 @@ def _gather_inputs(values: LossInputs, tokens: ContextTokens) -> LossInputs:
 def loss_inputs(inputs: DistillationInputs) -> LossInputs:
     """Return the inputs of a custom loss, for the tokens of this rank."""
     batch, stats, buckets = inputs.batch, inputs.stats, inputs.buckets
+    names = {one.name for one in dataclasses.fields(LossInputs)}
+    of_batch = {name: getattr(batch, name) for name in token_fields.NAMES if name in names}
     has_reward_T = ~batch.rewards_T.isnan()
     return LossInputs(
         student_logps_TB=buckets.log_q_TC,
@@ -141,13 +146,6 @@ def loss_inputs(inputs: DistillationInputs) -> LossInputs:
         teacher_probs_TB=buckets.p_TC,
         teacher_ids_TK=torch.where(inputs.valid_TK, batch.ids_TK, -1),
         valid_TB=buckets.valid_TC,
-        teacher_sampled_logps_T=batch.teacher_logps_T,
-        sampling_logps_T=batch.sampling_logps_T,
-        advantages_T=batch.advantages_T,
-        rewards_T=batch.rewards_T.where(has_reward_T, 0),
         has_reward_T=has_reward_T,
-        has_teacher_T=batch.has_teacher_T,
-        is_reference_T=batch.is_reference_T,
-        positions_T=batch.positions_T,
-        sequence_T=batch.sequence_T,
+        **of_batch | {"rewards_T": batch.rewards_T.where(has_reward_T, 0)},
     )

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.parallel_write import ParallelWrite
+from recipe_gkd.errors import CheckpointError
 from recipe_gkd.runtime.durable_files import sync_file, sync_folder, sync_tree
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
@@ -63,10 +64,11 @@ def save_hf_folder(backend: Backend, path: Path, source: Path, timeout_s: float)
         ParallelWrite(
             f"the save of the Hugging Face folder {path}",
             [function] if backend.layout.rank == 0 else [],
+            path=path,
             deadline=deadline,
             limit_s=timeout_s,
             device=backend.device,
-            failure=failure,
+            failure=None if failure is None else CheckpointError(failure),
         ).wait()
 
     extra_files = backend.extra_files()

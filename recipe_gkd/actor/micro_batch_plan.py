@@ -25,6 +25,8 @@ from recipe_gkd.config.schema import ActorConfig, AggregationMode
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import DataError, SecondaryFailure
 
+SEE_ORIGIN = "see the error of that rank"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchPlan:
@@ -135,7 +137,7 @@ def plan_micro_batches(
     if failure is not None:
         raise failure
     if n_failed:
-        raise SecondaryFailure(f"update {step}: another rank rejected a sample; see the error of that rank")
+        raise SecondaryFailure("another rank rejected a sample", phase=f"update {step}", remedy=SEE_ORIGIN)
     n_batches = max(1, *map(int, sums[: layout.world_size]))
     return MicroBatchPlan(
         groups=groups,

@@ -5,12 +5,13 @@ Inputs and outputs are numpy arrays. Shape suffixes: N tokens of a packed row, T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from recipe_gkd.actor.token_fields import TokenFields, pack_fields
 from recipe_gkd.data.samples import Sample
 
 
@@ -48,7 +49,7 @@ def input_length(sample: Sample) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedBatch:
+class PackedBatch(TokenFields[np.ndarray]):
     """A micro-batch as one row of tokens, with one entry per response token for the loss.
 
     Indices and ids are int32, which halves the bytes that are copied to the device; they are widened there.
@@ -56,48 +57,15 @@ class PackedBatch:
     Attributes:
         token_ids_N: Input token ids, int32 [N].
         lengths: Lengths of the sequences in order. Their sum is N.
-        loss_rows_T: Row whose logits predict the response token: its position - 1, int32 [T].
         logps_TK: Teacher's top-k log-probabilities, float32 [T, K], or float16 if the scores are; -inf in unused
             entries. K is 0 if the teacher's arrays are omitted.
         ids_TK: Teacher's top-k token ids, int32 [T, K]; -1 in unused entries.
-        uids_T: Uid of the sample, int64 [T].
-        response_ids_T: Response token id, int32 [T].
-        positions_T: Position in the response, from 0, int32 [T].
-        sequence_T: Index of the token's response in the micro-batch, int32 [T].
-        sampling_logps_T: Log-probability at temperature 1 under the weights that sampled the token, float32 [T]; 0 for
-            reference responses.
-        teacher_logps_T: Teacher's log-probability of the response token at ``gkd.distill_temperature``, float32 [T].
-        has_teacher_T: True if a teacher has scored the token, bool [T].
-        is_skipped_T: True if the teacher's score was requested and not received, bool [T].
-        teacher_numbers_T: Index of the teacher, int32 [T].
-        is_reference_T: True if the token belongs to a reference response of the data set, bool [T].
-        is_current_T: True if the actor's present weights sampled the token, bool [T].
-        rewards_T: Reward of the response, float32 [T]; NaN without a reward.
-        advantages_T: Advantage of the response, float32 [T]; see :class:`~recipe_gkd.data.samples.Sample`.
-        baselines_T: Baseline of the response, float32 [T].
-        scales_T: Scale of the response, float32 [T].
     """
 
     token_ids_N: np.ndarray
     lengths: list[int]
-    loss_rows_T: np.ndarray
     logps_TK: np.ndarray
     ids_TK: np.ndarray
-    uids_T: np.ndarray
-    response_ids_T: np.ndarray
-    positions_T: np.ndarray
-    sequence_T: np.ndarray
-    sampling_logps_T: np.ndarray
-    teacher_logps_T: np.ndarray
-    has_teacher_T: np.ndarray
-    is_skipped_T: np.ndarray
-    teacher_numbers_T: np.ndarray
-    is_reference_T: np.ndarray
-    is_current_T: np.ndarray
-    rewards_T: np.ndarray
-    advantages_T: np.ndarray
-    baselines_T: np.ndarray
-    scales_T: np.ndarray
 
     @property
     def position_ids_N(self) -> np.ndarray:
@@ -137,35 +105,18 @@ def pack(
     positions_T = _positions(response_lengths)
     first_rows = np.cumsum(input_lengths) - input_lengths + prompt_lengths - 1
 
-    def of_tokens(arrays: Iterable[np.ndarray], dtype: Any) -> np.ndarray:
-        return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind")
-
-    def of_samples(values: Iterable[float], dtype: Any) -> np.ndarray:
-        return np.repeat(np.array(list(values), dtype), response_lengths)
-
     no_teacher = np.empty((len(positions_T), 0), np.float32), np.empty((len(positions_T), 0), np.int32)
     logps_TK, ids_TK = _pack_teacher(samples, allocate) if with_teacher else no_teacher
+    sequence = np.cumsum(response_lengths > 0) - 1  # empty responses have no index
     return PackedBatch(
-        token_ids_N=of_tokens(ids, np.int32),
+        token_ids_N=np.concatenate([np.empty(0, np.int32), *ids], dtype=np.int32, casting="same_kind"),
         lengths=lengths,
-        loss_rows_T=of_samples(first_rows, np.int32) + positions_T,
+        loss_rows_T=np.repeat(first_rows, response_lengths).astype(np.int32) + positions_T,
+        positions_T=positions_T,
+        sequence_T=np.repeat(sequence, response_lengths).astype(np.int32),
         logps_TK=logps_TK,
         ids_TK=ids_TK,
-        uids_T=of_samples((sample.prompt.uid for sample in samples), np.int64),
-        response_ids_T=of_tokens((sample.response.ids for sample in samples), np.int32),
-        positions_T=positions_T,
-        sequence_T=of_samples(np.cumsum(response_lengths > 0) - 1, np.int32),  # empty responses have no index
-        sampling_logps_T=of_tokens((sample.response.logprobs for sample in samples), np.float32),
-        teacher_logps_T=of_tokens((sample.teacher.sampled_logps_T for sample in samples), np.float32),
-        has_teacher_T=of_tokens((sample.teacher.is_scored_T for sample in samples), np.bool_),
-        is_skipped_T=of_samples((sample.is_skipped for sample in samples), np.bool_),
-        teacher_numbers_T=of_samples((sample.teacher_number for sample in samples), np.int32),
-        is_reference_T=of_samples((sample.is_reference for sample in samples), np.bool_),
-        is_current_T=of_tokens((_is_current(sample, version) for sample in samples), np.bool_),
-        rewards_T=of_samples((np.nan if sample.reward is None else sample.reward for sample in samples), np.float32),
-        advantages_T=of_samples((sample.advantage for sample in samples), np.float32),
-        baselines_T=of_samples((sample.baseline for sample in samples), np.float32),
-        scales_T=of_samples((sample.scale for sample in samples), np.float32),
+        **pack_fields(samples, version),
     )
 
 
@@ -179,12 +130,6 @@ def packed_lengths(lengths: Sequence[int], *, multiple_of: int = 1) -> list[int]
     total = sum(lengths)
     n_padding = -total % multiple_of if total else multiple_of
     return [*lengths, n_padding] if n_padding else [*lengths]
-
-
-def _is_current(sample: Sample, version: int | None) -> np.ndarray:
-    """Return True for the tokens that weights of ``version`` sampled, bool [T]. Reference responses have none."""
-    versions_T = sample.response.versions_T
-    return np.zeros(len(versions_T), np.bool_) if sample.is_reference or version is None else versions_T == version
 
 
 def _input_ids(sample: Sample) -> tuple[np.ndarray, ...]:

@@ -23,10 +23,11 @@ from torch import Tensor, UntypedStorage
 from recipe_gkd.actor.host_copy import HostCopy, host_copy
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import WorkerError
-from recipe_gkd.runtime.out_of_memory import describe, is_out_of_memory
+from recipe_gkd.runtime.out_of_memory import is_out_of_memory, memory_details, reason_of
 from teacher.free_memory import trim
 
 NAMES: dict[ActorState, str] = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer state"}
+SLEEP_LEVEL = "actor_rollout_ref.rollout.sleep_level"
 KEYS: dict[ActorState, str] = {"params": "param_offload", "grads": "grad_offload", "optimizer": "optimizer_offload"}
 
 
@@ -140,8 +141,9 @@ class _State:
         self._storages = storages
         if not all(storage.resizable() for storage, _ in storages):
             raise WorkerError(
-                f"the {self._name} of the actor cannot leave the memory, because a NumPy array shares it; copy the "
-                f"tensor first, or set {self._key}=false"
+                f"the {self._name} of the actor cannot leave the memory, because a NumPy array shares it",
+                remedy=f"copy the tensor first, or set {KEYS[self._name]}=false",
+                keys=self._keys,
             )
         _synchronize(self._device)  # other streams may still read or write
         if self._copy is not None and not self._is_copied:
@@ -150,8 +152,10 @@ class _State:
             except (OSError, RuntimeError, MemoryError) as error:
                 raise WorkerError(
                     f"the {self._name} of the actor ({self._n_megabytes} MiB) cannot be copied to {self._copy.place}: "
-                    f"{type(error).__name__}: {error}; free space there, or set {self._key}=false in the section "
-                    "actor_rollout_ref.actor.megatron or fsdp_config"
+                    f"{type(error).__name__}: {error}",
+                    remedy=f"free space there, or set {KEYS[self._name]}=false in the section "
+                    "actor_rollout_ref.actor.megatron or fsdp_config",
+                    keys=self._keys,
                 ) from error
             self._is_copied = True
         for storage, _ in storages:
@@ -170,15 +174,20 @@ class _State:
             if self._copy is not None:
                 self._copy.read(self._storages)
         except (OSError, RuntimeError, MemoryError) as error:
-            reason = describe(error) if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+            is_memory = is_out_of_memory(error)
+            reason = f"out of memory ({reason_of(error)})" if is_memory else f"{type(error).__name__}: {error}"
+            details = memory_details() if is_memory else ()  # before the memory is freed
             _synchronize(self._device)
             for storage, _ in self._storages:
                 storage.resize_(0)
             _return_memory(self._device)
             raise WorkerError(
                 f"the {self._name} of the actor ({self._n_megabytes} MiB) cannot return to the memory of "
-                f"{self._device}: {reason}; raise trainer.n_gpus_per_node so that more ranks divide the state, and "
-                "with hybrid_engine set actor_rollout_ref.rollout.sleep_level=2 or lower its gpu_memory_utilization"
+                f"{self._device}: {reason}",
+                remedy="raise trainer.n_gpus_per_node so that more ranks divide the state, and with hybrid_engine set "
+                f"{SLEEP_LEVEL}=2 or lower its gpu_memory_utilization",
+                keys=("trainer.n_gpus_per_node", SLEEP_LEVEL, "actor_rollout_ref.rollout.gpu_memory_utilization"),
+                details=details,
             ) from error
         self._is_away = False
 
@@ -188,8 +197,10 @@ class _State:
             self._copy.close()
 
     @property
-    def _key(self) -> str:
-        return KEYS[self._name]
+    def _keys(self) -> tuple[str, ...]:
+        """Full names of the key that makes the state leave the device, for each backend."""
+        sections = ("megatron",) if self._name == "grads" else ("megatron", "fsdp_config")
+        return tuple(f"actor_rollout_ref.actor.{section}.{KEYS[self._name]}" for section in sections)
 
     @property
     def _n_megabytes(self) -> int:

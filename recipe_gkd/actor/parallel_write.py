@@ -17,7 +17,8 @@ FAILED   A process failed, was killed, or is overdue.      none; the processes o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,13 +31,16 @@ FIRST_ROUND_S, LONGEST_ROUND_S = 0.01, 0.5
 DONE, RUNNING, FAILED = range(3)
 
 
-def agree(name: str, failure: str | None, device: torch.device, *, running: bool = False) -> bool:
+def agree(
+    name: str, failure: CheckpointError | None, device: torch.device, *, path: Path, running: bool = False
+) -> bool:
     """Return True if no rank is running any more. Collective.
 
     Args:
         name: Name of the common operation, for the message.
-        failure: Reason of the failure on this rank; None without a failure.
+        failure: Failure of this rank; None without one.
         device: Device of the default group's collectives.
+        path: Folder of the operation, for a failure without a path.
         running: This rank has not finished.
 
     Raises:
@@ -45,15 +49,25 @@ def agree(name: str, failure: str | None, device: torch.device, *, running: bool
     state = torch.tensor(FAILED if failure is not None else RUNNING if running else DONE, device=device)
     dist.all_reduce(state, op=dist.ReduceOp.MAX)
     if state.item() == FAILED:
-        failures: list[str | None] = [None] * dist.get_world_size()
+        failures: list[CheckpointError | None] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, failure)
-        ranks_of: dict[str, list[str]] = {}
-        for rank, reason in enumerate(failures):
-            if reason is not None:
-                ranks_of.setdefault(reason, []).append(str(rank))
-        reasons = [f"actor rank {', '.join(ranks)}: {reason}" for reason, ranks in ranks_of.items()]
-        raise CheckpointError(f"{name} failed: {'; '.join(reasons)}")
+        raise _joined(name, {rank: error for rank, error in enumerate(failures) if error is not None}, path)
     return state.item() == DONE
+
+
+def _joined(name: str, failures: Mapping[int, CheckpointError], path: Path) -> CheckpointError:
+    """Return one error for the failures of all ranks, by rank. Equal failures are named once."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        ranks_of.setdefault(failure.what, []).append(rank)
+    reasons = [f"actor rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in ranks_of.items()]
+    return CheckpointError(
+        f"{name} failed: {'; '.join(reasons)}",
+        remedy="; ".join(dict.fromkeys(failure.remedy for failure in failures.values() if failure.remedy)),
+        details=tuple(dict.fromkeys(line for failure in failures.values() for line in failure.details)),
+        path=next(iter(failures.values())).path or path,
+        ranks=tuple(failures),
+    )
 
 
 class ParallelWrite:
@@ -61,7 +75,8 @@ class ParallelWrite:
 
     Lifecycle, the same calls on every rank::
 
-        write = ParallelWrite("the save", [write_file], deadline=time.monotonic() + 60, limit_s=60, device=device)
+        limits = {"deadline": time.monotonic() + 60, "limit_s": 60}
+        write = ParallelWrite("the save", [write_file], path=folder, device=device, **limits)
         while not write.poll(): ...   # or write.wait()
         write.results()
 
@@ -71,10 +86,11 @@ class ParallelWrite:
     Args:
         name: Name of the write, for messages.
         functions: Functions of this rank; may be empty. See :class:`WriterProcess`.
+        path: Folder that is written.
         deadline: Value of ``time.monotonic()`` after which the write has failed.
         limit_s: Duration from the start of the write to the deadline, in seconds, for the message.
         device: Device of the default group's collectives.
-        failure: Reason if this rank has failed already; else None.
+        failure: Failure of this rank if it has failed already; else None.
     """
 
     def __init__(
@@ -82,12 +98,13 @@ class ParallelWrite:
         name: str,
         functions: Sequence[Callable[[], Any]],
         *,
+        path: Path,
         deadline: float,
         limit_s: float,
         device: torch.device,
-        failure: str | None = None,
+        failure: CheckpointError | None = None,
     ) -> None:
-        self._name, self._device = name, device
+        self._name, self._path, self._device = name, path, device
         self._deadline, self._limit_s = deadline, limit_s
         self._failure = failure
         self._writers: list[WriterProcess] = []
@@ -95,7 +112,7 @@ class ParallelWrite:
             for function in functions if failure is None else []:
                 self._writers.append(WriterProcess(function))
         except OSError as error:
-            self._failure = f"its writer process could not be started ({error})"
+            self._failure = CheckpointError(f"its writer process could not be started ({error})")
 
     def poll(self) -> bool:
         """Return True if all ranks have written. Collective.
@@ -106,7 +123,7 @@ class ParallelWrite:
         """
         running = bool(self._running())  # read first: a process has a failure only after it has ended
         try:
-            return agree(self._name, self._own_failure(), self._device, running=running)
+            return agree(self._name, self._own_failure(), self._device, path=self._path, running=running)
         except BaseException as error:
             kill_all(self._writers)
             if isinstance(error, CheckpointError):  # raised on all ranks
@@ -132,13 +149,13 @@ class ParallelWrite:
     def _running(self) -> list[WriterProcess]:
         return [writer for writer in self._writers if not writer.has_ended()]
 
-    def _own_failure(self) -> str | None:
+    def _own_failure(self) -> CheckpointError | None:
         failures = [failure for writer in self._writers if (failure := writer.failure()) is not None]
         if self._failure is None and failures:
             self._failure = failures[0]
         if self._failure is None and self._running() and time.monotonic() > self._deadline:
-            self._failure = (
-                f"it has not finished within {self._limit_s:g} s; check the disk, or raise "
-                "actor_rollout_ref.actor.timeout_s"
+            self._failure = CheckpointError(
+                f"it has not finished within {self._limit_s:g} s",
+                remedy="check the disk, or raise actor_rollout_ref.actor.timeout_s",
             )
         return self._failure

@@ -78,6 +78,7 @@ class Prefetcher(Generic[T]):
             if future.done():
                 raise  # an error of `prepare` itself
             raise DeadlineError(
-                f"micro-batch {index} was not packed within {self._timeout_s:g} s; check the load of this node's "
-                "processors and whether it swaps memory"
+                f"micro-batch {index} was not packed within {self._timeout_s:g} s",
+                remedy="check the load of this node's processors and whether it swaps memory",
+                waited_s=self._timeout_s,
             ) from None

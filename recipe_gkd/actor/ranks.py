@@ -196,9 +196,11 @@ def find_store(spec: RankSpec, timeout_s: float) -> dist.Store:
         )
     except dist.DistError as error:
         raise DeadlineError(
-            f"actor rank {spec.rank} of {spec.world_size}: not all ranks connected to {host}:{port} within "
-            f"{timeout_s:g} s ({error}); find the rank that failed to start, check that this port is open between the "
-            "machines, or raise actor_rollout_ref.nccl_timeout"
+            f"not all ranks connected to {host}:{port} within {timeout_s:g} s ({error})",
+            remedy="find the rank that failed to start, check that this port is open between the machines, or raise "
+            "actor_rollout_ref.nccl_timeout",
+            worker=_label(spec.rank, spec.world_size),
+            waited_s=timeout_s,
         ) from error
     return store
 
@@ -207,20 +209,28 @@ def wait_for_all_ranks(store: dist.Store, rank: int, world_size: int, timeout_s:
     """Wait until all ranks have reached this call.
 
     Raises:
-        DeadlineError: A rank did not reach the call within ``timeout_s``; the message names it.
+        DeadlineError: A rank did not reach the call within ``timeout_s``. ``missing`` has its label.
     """
     keys = [f"here/{peer}" for peer in range(world_size)]
     try:
         store.set(keys[rank], "")
         store.wait(keys, timedelta(seconds=timeout_s))
     except dist.DistError as error:
-        missing: list[str] = []
+        missing: list[int] = []
         with contextlib.suppress(dist.DistError):  # rank 0, whose process holds the store, may have ended
-            missing = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
+            missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        missing = missing or [0]
         raise DeadlineError(
-            f"actor rank {rank} of {world_size}: rank {', '.join(missing) or '0'} did not reach the rendezvous within "
-            f"{timeout_s:g} s ({error}); find out why it failed to start, or raise actor_rollout_ref.nccl_timeout"
+            f"rank {', '.join(map(str, missing))} did not reach the rendezvous within {timeout_s:g} s ({error})",
+            remedy="find out why it failed to start, or raise actor_rollout_ref.nccl_timeout",
+            worker=_label(rank, world_size),
+            missing=tuple(_label(peer, world_size) for peer in missing),
+            waited_s=timeout_s,
         ) from error
+
+
+def _label(rank: int, world_size: int) -> str:
+    return f"actor rank {rank} of {world_size}"
 
 
 def join_ranks(config: Config, spec: RankSpec) -> None:
@@ -231,7 +241,7 @@ def join_ranks(config: Config, spec: RankSpec) -> None:
         spec: This process.
 
     Raises:
-        DeadlineError: A rank did not reach the rendezvous; the message names it.
+        DeadlineError: A rank did not reach the rendezvous. ``missing`` has its label.
     """
     timeout_s = config.actor_rollout_ref.nccl_timeout
     store = find_store(spec, timeout_s)

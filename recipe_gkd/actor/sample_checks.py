@@ -87,17 +87,26 @@ def _check_sample(sample: Sample) -> None:
     if not len(sample.prompt.ids):
         raise DataError(
             f"sample {sample.prompt.uid} has no prompt token; expected at least 1, because the first response token is "
-            "predicted from it"
+            "predicted from it",
+            uid=sample.prompt.uid,
+            row=sample.prompt.row,
         )
     mass_T = np.exp(sample.top_k.logps_TK.astype(np.float64)).sum(1)
     if not (mass_T <= 1 + TEACHER_MASS_TOLERANCE).all():  # also true for NaN
+        position = int(np.argmax(np.nan_to_num(mass_T, nan=np.inf)))
         raise DataError(
             f"sample {sample.prompt.uid}: the teacher's top-k has probability {mass_T.max():.4g} at response position "
-            f"{int(np.argmax(np.nan_to_num(mass_T, nan=np.inf)))}; expected log-probabilities that sum to at most 1"
+            f"{position}; expected log-probabilities that sum to at most 1",
+            uid=sample.prompt.uid,
+            row=sample.prompt.row,
+            position=position,
         )
     for model, logps_T in (("teacher", sample.teacher.sampled_logps_T), ("student", sample.response.logprobs)):
         if not (logps_T <= TEACHER_MASS_TOLERANCE).all():
             raise DataError(
                 f"sample {sample.prompt.uid}: the {model}'s log-probability of a response token is "
-                f"{np.max(logps_T):.4g}; expected at most 0"
+                f"{np.max(logps_T):.4g}; expected at most 0",
+                uid=sample.prompt.uid,
+                row=sample.prompt.row,
+                position=int(np.argmax(np.nan_to_num(logps_T, nan=np.inf))),
             )

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recipe_gkd.actor import token_fields
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.context_parallel import gathered_rows
 from recipe_gkd.actor.loss_metrics import POSITION_BUCKETS
@@ -24,11 +25,7 @@ from recipe_gkd.actor.microbatch import Allocate, PackedBatch, bucket_by_length
 MAX_OVERLAP_POSITIONS = 8
 BOUNDARIES = "boundaries"
 """Name of the boundaries of the sequences, the only indices that the device needs as int32."""
-PACKED_ARRAYS = (
-    "token_ids_N", "position_ids_N", "loss_rows_T", "logps_TK", "ids_TK", "uids_T", "response_ids_T", "positions_T",
-    "sequence_T", "sampling_logps_T", "teacher_logps_T", "has_teacher_T", "teacher_numbers_T", "is_reference_T",
-    "is_current_T", "rewards_T", "advantages_T", "baselines_T", "scales_T",
-)  # fmt: skip
+PACKED_ARRAYS = ("token_ids_N", "position_ids_N", "logps_TK", "ids_TK", *token_fields.NAMES)
 _WIDE = {torch.int32: torch.int64, torch.float16: torch.float32}
 _ALIGNMENT = 256
 

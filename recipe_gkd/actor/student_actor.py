@@ -25,7 +25,7 @@ from recipe_gkd.config.schema import Config
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointError
-from recipe_gkd.runtime.out_of_memory import Phase, out_of_memory_explained
+from recipe_gkd.runtime.out_of_memory import MemoryPhase, out_of_memory_explained
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 P = ParamSpec("P")
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 def _memory_explained(
-    phase: Phase,
+    phase: MemoryPhase,
 ) -> Callable[[Callable[Concatenate[StudentActor, P], R]], Callable[Concatenate[StudentActor, P], R]]:
     """Decorate a method: running out of memory in it raises an error with the keys to change."""
 
@@ -345,8 +345,9 @@ class StudentActor:
     def _ensure_usable(self) -> None:
         if self._partially_loaded is not None:
             raise CheckpointError(
-                f"the weights were partly restored from {self._partially_loaded}, which is damaged; load another "
-                "checkpoint"
+                f"the weights were partly restored from {self._partially_loaded}, which is damaged",
+                remedy="load another checkpoint",
+                path=self._partially_loaded,
             )
 
 

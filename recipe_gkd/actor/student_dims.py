@@ -108,7 +108,11 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise ModelError(f"no config.json in {path}; actor_rollout_ref.model.path must be a Hugging Face model folder")
+        raise ModelError(
+            f"no config.json in {path}",
+            remedy="actor_rollout_ref.model.path must be a Hugging Face model folder",
+            path=file,
+        )
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -139,6 +143,7 @@ def load_hf_config(path: str | Path, *, trust_remote_code: bool) -> PretrainedCo
 
 def _unreadable(file: Path, error: Exception) -> ModelError:
     return ModelError(
-        f"{file} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); expected a file written "
-        "by save_pretrained"
+        f"{file} cannot be read ({type(error).__name__}: {' '.join(str(error).split())})",
+        remedy="expected a file written by save_pretrained",
+        path=file,
     )

@@ -28,13 +28,14 @@ from recipe_gkd.config.schema import ActorConfig, Config, GkdConfig
 from recipe_gkd.config.teachers import names as teacher_names
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import GkdError, SecondaryFailure, WorkerError
-from recipe_gkd.runtime.out_of_memory import advice, describe, free_frames, is_out_of_memory
+from recipe_gkd.runtime.out_of_memory import free_frames, is_out_of_memory, out_of_memory_error
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_TOKEN_LEN = "actor_rollout_ref.actor.max_token_len"
+MAX_TOKEN_LEN, MAX_RESPONSE_LENGTH = "actor_rollout_ref.actor.max_token_len", "data.max_response_length"
+OOM = "trainer.oom"
 MAX_UIDS_IN_MESSAGE = 8
 
 
@@ -106,11 +107,13 @@ class Updater:
         except Exception as error:
             if isinstance(error, GkdError) or not is_out_of_memory(error):
                 raise
-            problem = self._describe(error, name)
+            failure = self._out_of_memory_error(error, name)
             free_frames(error)
         self._free_memory()
-        remedy = "" if self._splits else "; or set trainer.oom=split, which repeats it with smaller micro-batches"
-        raise WorkerError(f"{problem}\n{advice('actor', 'update')}{remedy}")
+        if not self._splits:
+            split = "or set trainer.oom=split, which repeats it with smaller micro-batches"
+            failure = failure.replaced(remedy=f"{failure.remedy}; {split}", keys=(*failure.keys, OOM))
+        raise failure
 
     def _update(self, samples: Sequence[Sample], step: int, lr: float) -> dict[str, float]:
         backend, optim = self._backend, self.config.optim
@@ -118,12 +121,11 @@ class Updater:
         sums, maxima = self._reduce_over_ranks(reports)
         if not math.isfinite(sums["loss"]):
             uids = [uid for report in reports for uid in report["uids_T"][_is_not_finite(report["loss_T"])]]
-            raise self._not_finite_error(f"update {step}: the loss is not finite in the samples with uid", uids)
+            raise self._not_finite_error(step, "the loss is not finite in the samples with uid", uids)
         norm = backend.gradient_norm()
         if not math.isfinite(norm):
             uids = [sample.prompt.uid for sample in samples]
-            problem = f"update {step}: the gradient is not finite in the batch with the sample uids"
-            raise self._not_finite_error(problem, uids)
+            raise self._not_finite_error(step, "the gradient is not finite in the batch with the sample uids", uids)
         if sums["n_tokens"]:
             backend.step(norm, lr=lr, optim=optim, n_token_ids=self._n_token_ids)
         metrics = compute_loss_metrics(self._gkd, self._teachers, sums, maxima) | {
@@ -176,22 +178,24 @@ class Updater:
                 allocate=self._pool.empty,
                 before_reduction=vote.succeed if vote else None,
             )
-            problem = ""
+            failure: WorkerError | None = None
             try:
                 return plan, compute(plan, vote)
             except Exception as error:
                 if vote is None or not (isinstance(error, AttemptFailed) or _can_repeat(error, vote)):
                     raise
                 if not isinstance(error, AttemptFailed):
-                    problem = self._describe(error, work)
+                    failure = self._out_of_memory_error(error, work)
                 free_frames(error)
             # Outside of the handler, so that nothing refers to the error and its tensors.
             self._free_memory()
-            if problem:
+            if failure is not None:
                 vote.fail(next_limit(plan.groups, config.max_token_len))
-            self._limit = self._lowered(before, vote, config.max_token_len, work, problem)
+            self._limit = self._lowered(before, vote, config.max_token_len, work, failure)
 
-    def _lowered(self, before: TokenLimit, vote: Vote, limit: int, work: str, problem: str) -> TokenLimit:
+    def _lowered(
+        self, before: TokenLimit, vote: Vote, limit: int, work: str, failure: WorkerError | None
+    ) -> TokenLimit:
         """Return the limit of the next attempt.
 
         Args:
@@ -199,39 +203,48 @@ class Updater:
             vote: Result of the attempt that failed.
             limit: Tokens per micro-batch of this attempt.
             work: Name of the work, for messages.
-            problem: Message of this rank; empty if it did not fail.
+            failure: Error of this rank; None if it did not fail.
 
         Raises:
             WorkerError, SecondaryFailure: See :meth:`_attempts`.
         """
         if not vote.limit:
             self._limit = before
-            if problem:
-                raise WorkerError(
-                    f"{problem}\nEach micro-batch of this rank has one sample, so trainer.oom=split cannot make it "
-                    f"smaller. The weights are unchanged.\n{advice('actor', 'update')}, or lower "
-                    "data.max_response_length"
+            if failure is not None:
+                unsplittable = (
+                    "Each micro-batch of this rank has one sample, so trainer.oom=split cannot make it smaller. The "
+                    "weights are unchanged."
                 )
+                raise failure.replaced(
+                    details=(*failure.details, unsplittable),
+                    remedy=f"{failure.remedy}, or lower {MAX_RESPONSE_LENGTH}",
+                    keys=(*failure.keys, MAX_RESPONSE_LENGTH),
+                )
+            origin = f"actor rank {vote.failed_rank}"
             raise SecondaryFailure(
-                f"{work}: actor rank {vote.failed_rank} ran out of memory with one sample per micro-batch; see "
-                "the error of that rank"
+                f"{origin} ran out of memory with one sample per micro-batch",
+                remedy="see the error of that rank",
+                phase=work,
+                origin=origin,
             )
-        if vote.failed_rank == self._backend.layout.rank:
+        if failure is not None and vote.failed_rank == self._backend.layout.rank:
             log.warning(
-                f"{problem}\nNothing was applied. This is repeated, and {MAX_TOKEN_LEN} is lowered from {limit} "
-                f"to {vote.limit} for the rest of the run. Set {MAX_TOKEN_LEN}={vote.limit} in the next run, because "
-                "each failed attempt costs time"
+                f"{failure.replaced(remedy='')}\nNothing was applied. This is repeated, and {MAX_TOKEN_LEN} is lowered "
+                f"from {limit} to {vote.limit} for the rest of the run. Set {MAX_TOKEN_LEN}={vote.limit} in the next "
+                "run, because each failed attempt costs time"
             )
         return TokenLimit(lowered=vote.limit, n_splits=self._limit.n_splits + 1)
 
-    def _describe(self, error: Exception, work: str) -> str:
-        """Return the message about a lack of memory. Call it before anything is freed."""
+    def _out_of_memory_error(self, error: Exception, work: str) -> WorkerError:
+        """Return the error about a lack of memory. Call it before anything is freed."""
         backend, limit = self._backend, self._limit.applied_to(self.config).max_token_len
         sizes = state_sizes(backend.state_tensors, backend.device)
         if self.config.use_dynamic_bsz and not self._gkd.fuse_lm_head:
             n_bytes = limit * backend.vocab_size * backend.dtype.itemsize // backend.layout.tp_size
             sizes[f"logits of a full micro-batch ({limit} tokens x {backend.vocab_size} ids)"] = n_bytes
-        return f"{work}: actor rank {backend.layout.rank}: {describe(error, sizes)}"
+        label = f"actor rank {backend.layout.rank}"
+        failure = out_of_memory_error(error, WorkerError, pool="actor", phase="update", worker=label, sizes=sizes)
+        return failure.replaced(phase=work)
 
     def _free_memory(self) -> None:
         """Free what an attempt left: buffers, reference cycles, and the cache of the allocator.
@@ -267,7 +280,7 @@ class Updater:
             dict(zip(own_maxima, maxima.tolist(), strict=True)),
         )
 
-    def _not_finite_error(self, problem: str, uids: Sequence[int]) -> WorkerError:
+    def _not_finite_error(self, step: int, problem: str, uids: Sequence[int]) -> WorkerError:
         """Return the same error on every rank, with the uids of all ranks. Collective."""
         layout, device = self._backend.layout, self._backend.device
         padded_uids = torch.full((MAX_UIDS_IN_MESSAGE,), -1, device=device)
@@ -278,8 +291,11 @@ class Updater:
         all_uids = sorted({uid for rank_uids in gathered for uid in rank_uids.tolist() if uid >= 0})
         ellipsis = ", ..." if len(all_uids) > MAX_UIDS_IN_MESSAGE else ""
         return WorkerError(
-            f"{problem} {', '.join(map(str, all_uids[:MAX_UIDS_IN_MESSAGE]))}{ellipsis}; the weights are unchanged. "
-            f"{not_finite_advice(self._gkd)}"
+            f"{problem} {', '.join(map(str, all_uids[:MAX_UIDS_IN_MESSAGE]))}{ellipsis}; the weights are unchanged",
+            remedy=not_finite_advice(self._gkd),
+            phase=f"update {step}",
+            uids=tuple(all_uids),
+            keys=("actor_rollout_ref.actor.optim.lr",),
         )
 
 
@@ -289,7 +305,7 @@ def not_finite_advice(gkd: GkdConfig) -> str:
     if uses_custom_loss(gkd):
         custom_loss = f"the gradient of the custom loss {gkd.custom_loss.name} of {gkd.custom_loss.path}, and "
     return (
-        f"Check {custom_loss}the teacher's log-probabilities of these samples, or lower "
+        f"check {custom_loss}the teacher's log-probabilities of these samples, or lower "
         "actor_rollout_ref.actor.optim.lr"
     )
 

@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from recipe_gkd.errors import CheckpointError
+
 log = logging.getLogger(__name__)
 
 # Deadline for all killed processes to end. A process that waits for a hung disk ends only when the disk answers.
@@ -85,20 +87,22 @@ class WriterProcess:
             os.close(self._sentinel)
         return bool(pid)
 
-    def failure(self) -> str | None:
-        """Return the reason of a failure. None if the process has succeeded or still runs."""
+    def failure(self) -> CheckpointError | None:
+        """Return the failure. None if the process has succeeded or still runs."""
         if self._status is None:
             return None
         if self._report is not None:
             succeeded, value = self._report
-            return None if succeeded else str(value)
+            return None if succeeded else CheckpointError(str(value))
         if os.WIFSIGNALED(self._status):
             number = os.WTERMSIG(self._status)
-            return (
+            return CheckpointError(
                 f"its writer process {self.pid} was killed by {signal.Signals(number).name} (the kernel's log shows if "
                 "memory was exhausted)"
             )
-        return f"its writer process {self.pid} ended with status {os.waitstatus_to_exitcode(self._status)}"
+        return CheckpointError(
+            f"its writer process {self.pid} ended with status {os.waitstatus_to_exitcode(self._status)}"
+        )
 
     def result(self) -> Any:
         """Return the result of the function. The process must have ended without a failure."""

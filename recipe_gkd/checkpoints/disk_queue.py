@@ -39,7 +39,9 @@ class DiskQueue:
             try:
                 return await in_thread(function, *args)
             except OSError as error:
-                raise CheckpointError(f"the disk of {self._root} failed: {error}; check the disk") from error
+                raise CheckpointError(
+                    f"the disk of {self._root} failed: {error}", remedy="check the disk", path=self._root
+                ) from error
 
         self._last = operation = asyncio.ensure_future(run_after(self._last))
         return operation

@@ -20,6 +20,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from recipe_gkd.runtime.durable_files import sync_folder, write_durably
@@ -43,16 +44,30 @@ def writing_folder(root: Path, step: int) -> Path:
     return root / f"{_WRITING}global_step_{step}"
 
 
-def damage(folder: Path) -> str | None:
+@dataclass(frozen=True)
+class Damage:
+    """Reason why a folder is not a complete checkpoint.
+
+    Attributes:
+        path: The file that is missing, empty or unreadable. The folder if it does not exist.
+        reason: Clause about the folder, such as ``it has no trainer.json``.
+    """
+
+    path: Path
+    reason: str
+
+
+def damage(folder: Path) -> Damage | None:
     """Return the reason why ``folder`` is not a complete checkpoint, or None. The shards are not read."""
     for name in (TRAINER, ACTOR_METADATA):
+        path = folder / name
         try:
-            if (folder / name).stat().st_size == 0:
-                return f"its {name} is empty"
+            if path.stat().st_size == 0:
+                return Damage(path, f"its {name} is empty")
         except FileNotFoundError:
-            return f"it has no {name}" if folder.is_dir() else "it does not exist"
+            return Damage(path, f"it has no {name}") if folder.is_dir() else Damage(folder, "it does not exist")
         except OSError as error:
-            return str(error)
+            return Damage(path, str(error))
     return None
 
 
@@ -130,7 +145,8 @@ def recover(root: Path) -> None:
         if damage(writing_folder(root, step)) is None and damage(final_folder(root, step)) is not None:
             _finish(root, step)
         else:
-            reason = damage(writing_folder(root, step)) or "there is an older complete checkpoint of this step"
+            found = damage(writing_folder(root, step))
+            reason = found.reason if found else "there is an older complete checkpoint of this step"
             log.warning("removing the unfinished checkpoint %s: %s", writing_folder(root, step), reason)
             remove_folder(writing_folder(root, step))
     for step in _steps_with(root, _REPLACED):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,36 @@ def identify_model(folder: Path, tokenizer_fingerprint: str) -> dict[str, str]:
             "values of the weights": _hash_samples(places),
         }
     except (OSError, ValueError, KeyError, WeightFileError) as error:
-        raise ModelError(f"actor_rollout_ref.model.path: the files of {folder} cannot be read: {error}") from error
+        raise ModelError(
+            f"actor_rollout_ref.model.path: the files of {folder} cannot be read: {error}", path=folder
+        ) from error
 
 
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return the properties in which two identities differ, with both texts. Empty if none of them differs."""
-    names = [name for name in {**before, **now} if before.get(name, _ABSENT) != now.get(name, _ABSENT)]
-    listed = [f"{name}: {before.get(name, _ABSENT)} -> {now.get(name, _ABSENT)}" for name in names[-_MAX_LISTED:]]
-    more = [f"and {len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
+@dataclass(frozen=True)
+class Difference:
+    """Property in which two identities differ.
+
+    Attributes:
+        name: Name of the property.
+        before: Text of the first identity.
+        now: Text of the second identity.
+    """
+
+    name: str
+    before: str
+    now: str
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[Difference]:
+    """Return the properties in which two identities differ."""
+    texts = [(name, before.get(name, _ABSENT), now.get(name, _ABSENT)) for name in {**before, **now}]
+    return [Difference(*values) for values in texts if values[1] != values[2]]
+
+
+def describe_differences(found: Sequence[Difference]) -> str:
+    """Return a text about differences: at most five, then the number of the others."""
+    listed = [f"{each.name}: {each.before} -> {each.now}" for each in found[-_MAX_LISTED:]]
+    more = [f"and {len(found) - _MAX_LISTED} more"] if len(found) > _MAX_LISTED else []
     return "; ".join([*listed, *more])
 
 

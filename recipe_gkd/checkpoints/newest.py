@@ -20,23 +20,27 @@ class Newest:
         step: Its step. None if the run has no complete checkpoint.
         folder: Its folder, likewise.
         reasons: Reasons why a newer folder, or the step in the file of the latest one, was not chosen.
+        incomplete: The newer folders that were not chosen, newest first.
     """
 
     step: int | None
     folder: Path | None
     reasons: tuple[str, ...]
+    incomplete: tuple[Path, ...] = ()
 
 
 def newest_complete(root: Path) -> Newest:
     """Return the newest complete checkpoint of the run folder ``root``. The shards are not read."""
     steps, problem = candidates(root)
     reasons = [] if problem is None else [problem]
+    incomplete: list[Path] = []
     for step in steps:
         folder = final_folder(root, step)
-        if (reason := damage(folder)) is None:
-            return Newest(step, folder, tuple(reasons))
-        reasons.append(f"{folder.name} is not complete: {reason}")
-    return Newest(None, None, tuple(reasons))
+        if (found := damage(folder)) is None:
+            return Newest(step, folder, tuple(reasons), tuple(incomplete))
+        reasons.append(f"{folder.name} is not complete: {found.reason}")
+        incomplete.append(folder)
+    return Newest(None, None, tuple(reasons), tuple(incomplete))
 
 
 def candidates(root: Path) -> tuple[list[int], str | None]:
@@ -62,19 +66,26 @@ def find_checkpoint(folder: Path) -> Path:
         CheckpointError: There is none, or it is incomplete.
     """
     if not is_run(folder):
-        if reason := damage(folder):
-            raise CheckpointError(f"{folder} is not a complete checkpoint: {reason}; use another checkpoint of the run")
+        if problem := damage(folder):
+            raise CheckpointError(
+                f"{folder} is not a complete checkpoint: {problem.reason}",
+                remedy="use another checkpoint of the run",
+                path=problem.path,
+            )
         return folder
     if not steps_of(folder):
         raise CheckpointError(
-            f"{folder} is neither a checkpoint nor a run with checkpoints; expected a folder global_step_N, or a "
-            "folder that contains one"
+            f"{folder} is neither a checkpoint nor a run with checkpoints",
+            remedy="expected a folder global_step_N, or a folder that contains one",
+            path=folder,
         )
     newest = newest_complete(folder)
     if newest.folder is None:
         raise CheckpointError(
-            f"{folder} has no complete checkpoint ({'; '.join(newest.reasons)}); give the folder of a complete "
-            "checkpoint global_step_N"
+            f"{folder} has no complete checkpoint ({'; '.join(newest.reasons)})",
+            remedy="give the folder of a complete checkpoint global_step_N",
+            path=folder,
+            tried=newest.incomplete,
         )
     if newest.reasons:
         log.warning("using %s, the newest complete checkpoint: %s", newest.folder, "; ".join(newest.reasons))

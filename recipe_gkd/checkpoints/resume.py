@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from recipe_gkd.checkpoints.folders import TRAINER, damage, final_folder
-from recipe_gkd.checkpoints.model_identity import differences
+from recipe_gkd.checkpoints.model_identity import Difference, describe_differences, differences
 from recipe_gkd.checkpoints.newest import candidates
 from recipe_gkd.checkpoints.run_folder import CONFIG, folder_of
 from recipe_gkd.checkpoints.state import Progress
@@ -75,46 +75,60 @@ def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
         return []
     if trainer.resume_mode == "resume_path":
         folder = Path(trainer.resume_from_path or "")
-        if reason := damage(folder):
-            raise CheckpointError(f"{folder} is not a complete checkpoint ({reason}); {CHOOSE_ANOTHER}")
+        if found := damage(folder):
+            raise CheckpointError(
+                f"{folder} is not a complete checkpoint ({found.reason})", remedy=CHOOSE_ANOTHER, path=found.path
+            )
         progress = read_progress(folder, expected=expected)
         if changes := _model_changes(progress, expected):
-            log.warning("%s was made from another model, and continues with its own weights: %s", folder, changes)
+            text = describe_differences(changes)
+            log.warning("%s was made from another model, and continues with its own weights: %s", folder, text)
         return [ResumePoint(folder, replace(progress, model=expected.model))]
     root = folder_of(trainer)
-    points, damaged = [], []
+    points: list[ResumePoint] = []
+    damaged: dict[Path, CheckpointError] = {}
     for folder in _candidates(root):
         try:
-            if reason := damage(folder):
-                raise CheckpointError(f"{folder}: {reason}")
+            if found := damage(folder):
+                raise CheckpointError(f"{folder}: {found.reason}", path=found.path)
             progress = read_progress(folder, expected=expected)
             if changes := _model_changes(progress, expected):
-                raise CheckpointMismatch(_other_model(folder, changes))
+                raise _other_model(folder, changes)
             points.append(ResumePoint(folder, replace(progress, model=expected.model)))
         except CheckpointMismatch:
             if not points:
                 raise
             break  # older checkpoints belong to another run
         except CheckpointError as error:
-            damaged.append(str(error))
+            damaged[folder] = error
             if not points:
                 log.warning("skipping a damaged checkpoint and using the previous one: %s", error)
     if damaged and not points:
-        raise CheckpointError(f"no checkpoint in {root} can be used ({'; '.join(damaged)}); {CHOOSE_ANOTHER}")
+        raise _all_damaged(f"no checkpoint in {root} can be used", root, damaged)
     return points
 
 
-def _model_changes(found: Progress, expected: Progress) -> str:
-    return differences(found.model, expected.model) if found.model and expected.model else ""
+def _all_damaged(what: str, root: Path, damaged: Mapping[Path, CheckpointError]) -> CheckpointError:
+    """Return an error with the reason of each damaged checkpoint, by its folder, as a line of details."""
+    return CheckpointError(
+        what, remedy=CHOOSE_ANOTHER, details=tuple(map(str, damaged.values())), path=root, tried=tuple(damaged)
+    )
 
 
-def _other_model(folder: Path, changes: str) -> str:
-    return (
-        f"{folder} was made from another model than actor_rollout_ref.model.path of this run ({changes}); the former "
-        f"path is in {folder.parent / CONFIG}. Restore it, or train this model in a new run: set another "
-        "trainer.experiment_name, or start over in the same folder with trainer.resume_mode=disable. To continue from "
-        "the checkpoint, whose weights are used instead of the model's, set trainer.resume_mode=resume_path "
-        f"trainer.resume_from_path={folder}"
+def _model_changes(found: Progress, expected: Progress) -> list[Difference]:
+    return differences(found.model, expected.model) if found.model and expected.model else []
+
+
+def _other_model(folder: Path, changes: Sequence[Difference]) -> CheckpointMismatch:
+    return CheckpointMismatch(
+        f"{folder} was made from another model than actor_rollout_ref.model.path of this run "
+        f"({describe_differences(changes)})",
+        remedy=f"the former path is in {folder.parent / CONFIG}. Restore it, or train this model in a new run: set "
+        "another trainer.experiment_name, or start over in the same folder with trainer.resume_mode=disable. To "
+        "continue from the checkpoint, whose weights are used instead of the model's, set "
+        f"trainer.resume_mode=resume_path trainer.resume_from_path={folder}",
+        path=folder,
+        differing=tuple(change.name for change in changes),
     )
 
 
@@ -144,12 +158,15 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
         if wrong := [name for name in ("step", "prompts_trained") if not isinstance(getattr(found, name), int)]:
             raise ValueError(f"{wrong[0]} is not an integer")
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder / TRAINER} cannot be read: {error}") from error
+        raise CheckpointError(f"{folder / TRAINER} cannot be read: {error}", path=folder / TRAINER) from error
     for name in ("n_prompts", "data_seed", "shuffle"):
         if (saved := getattr(found, name)) != (current := getattr(expected, name)):
             raise CheckpointMismatch(
                 f"{folder} was made with {name}={saved}, this run has {name}={current}: its position in the data is "
-                "not valid for this run. Restore the setting, or use trainer.resume_mode=disable"
+                "not valid for this run",
+                remedy="restore the setting, or use trainer.resume_mode=disable",
+                path=folder,
+                differing=(name,),
             )
     for name, content, settings in _FINGERPRINTS:
         saved, current = getattr(found, name), getattr(expected, name)
@@ -160,9 +177,12 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
         elif saved and current and saved != current:
             raise CheckpointMismatch(
                 f"{folder} was made with other {content}: their number is the same, but their fingerprint is {saved}, "
-                f"and that of this run is {current}. Restore data.train_files and {settings}, or train "
-                "the model in the checkpoint's huggingface folder on the new data: set actor_rollout_ref.model.path to "
-                "it, trainer.resume_mode=disable, and another trainer.default_local_dir"
+                f"and that of this run is {current}",
+                remedy=f"restore data.train_files and {settings}, or train the model in the checkpoint's huggingface "
+                "folder on the new data: set actor_rollout_ref.model.path to it, trainer.resume_mode=disable, and "
+                "another trainer.default_local_dir",
+                path=folder,
+                differing=(name,),
             )
     return replace(
         found,
@@ -186,7 +206,7 @@ async def load_first_usable(
         CheckpointMismatch: A complete checkpoint does not fit the model or the settings.
         CheckpointError: All checkpoints are damaged.
     """
-    damaged = []
+    damaged: dict[Path, CheckpointError] = {}
     for point in points:
         try:
             await load(str(point.folder.absolute() / "actor"))
@@ -195,10 +215,10 @@ async def load_first_usable(
         except CheckpointError as error:
             if not may_skip:
                 raise
-            damaged.append(str(error))
+            damaged[point.folder] = error
             log.warning("skipping the damaged checkpoint %s and using the previous one: %s", point.folder, error)
         else:
             if not point.progress.data_fingerprint:
                 log.warning("%s was made by an older version, so its data cannot be compared", point.folder)
             return point
-    raise CheckpointError(f"no checkpoint could be loaded ({'; '.join(damaged)}); {CHOOSE_ANOTHER}")
+    raise _all_damaged("no checkpoint could be loaded", points[0].folder.parent, damaged)

@@ -105,14 +105,22 @@ def check_outputs(config: Config, made: list[Path] | None = None) -> None:
         try:
             _make(file.parent, [] if made is None else made)
         except OSError as error:
-            raise ConfigError(f"{key}: {file} cannot be written: {error}; choose another path") from error
+            raise ConfigError(
+                f"{key}: {file} cannot be written: {error}", remedy="choose another path", keys=(key,)
+            ) from error
         if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise ConfigError(f"{key}: {file} cannot be written: it is a folder or protected; choose another path")
+            raise ConfigError(
+                f"{key}: {file} cannot be written: it is a folder or protected",
+                remedy="choose another path",
+                keys=(key,),
+            )
     link = folder_of(config.trainer) / LINK
     if config.trainer.best_metric is not None and link.exists() and not link.is_symlink():
         raise ConfigError(
             f"trainer.best_metric={config.trainer.best_metric}: {link} is to be a link to the best checkpoint, but "
-            "another file or folder has that name; rename it, or choose another trainer.default_local_dir"
+            "another file or folder has that name",
+            remedy="rename it, or choose another trainer.default_local_dir",
+            keys=("trainer.best_metric", "trainer.default_local_dir"),
         )
 
 

@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from recipe_gkd.errors import ConfigError
+from recipe_gkd.errors import ConfigError, RunFolderInUse
 from recipe_gkd.runtime.process_id import ProcessId, is_alive, process_id
 
 log = logging.getLogger(__name__)
 
+KEY = "trainer.default_local_dir"
 LOCK = ".lock"
 _HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EACCES)
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
@@ -52,7 +53,8 @@ def locked(folder: Path) -> Iterator[None]:
     descriptor is closed in a fork and by exec.
 
     Raises:
-        ConfigError: Another process holds the lock; the message names its host and pid.
+        RunFolderInUse: Another process holds the lock. ``host`` and ``pid`` are its own.
+        ConfigError: The folder cannot be locked.
     """
     descriptor = _take(folder / LOCK)
     _held.add(descriptor)
@@ -71,7 +73,7 @@ def _take(path: Path) -> int:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
-                f"trainer.default_local_dir: {path} cannot be opened: {error}; choose a folder that can be written"
+                f"{KEY}: {path} cannot be opened: {error}", remedy="choose a folder that can be written", keys=(KEY,)
             ) from error
         try:
             _lock(descriptor, path)
@@ -94,7 +96,7 @@ def _lock(descriptor: int, path: Path) -> None:
             raise _in_use_error(path, owner) from error
         if error.errno not in _NOT_SUPPORTED:
             raise ConfigError(
-                f"trainer.default_local_dir: {path} cannot be locked: {error}; choose a folder on another disk"
+                f"{KEY}: {path} cannot be locked: {error}", remedy="choose a folder on another disk", keys=(KEY,)
             ) from error
         if owner is not None and is_alive(owner.process):
             raise _in_use_error(path, owner) from error
@@ -107,11 +109,14 @@ def _lock(descriptor: int, path: Path) -> None:
         )
 
 
-def _in_use_error(path: Path, owner: Owner | None) -> ConfigError:
-    return ConfigError(
-        f"trainer.default_local_dir={path.parent} is in use by another run, "
-        f"{owner or f'whose host and pid are not in {path} yet'}; wait for its end, stop it, or choose another "
-        "trainer.default_local_dir or trainer.experiment_name"
+def _in_use_error(path: Path, owner: Owner | None) -> RunFolderInUse:
+    return RunFolderInUse(
+        f"{KEY}={path.parent} is in use by another run, {owner or f'whose host and pid are not in {path} yet'}",
+        remedy=f"wait for its end, stop it, or choose another {KEY} or trainer.experiment_name",
+        keys=(KEY,),
+        path=path.parent,
+        pid=None if owner is None else owner.process.pid,
+        host="" if owner is None else owner.host,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipe_gkd.checkpoints.state import Best, Progress
-from recipe_gkd.errors import CheckpointError
+from recipe_gkd.errors import CheckpointError, SavesFailed
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +44,23 @@ class SaveFailures:
         """Count a failed save, and log it as a warning.
 
         Raises:
-            CheckpointError: More saves failed than are allowed.
+            SavesFailed: More saves failed than are allowed.
         """
         self.count += 1
         self.last = save
         summary = f"{self.count} failed so far, trainer.save_failures_allowed={self._allowed}; {self.describe_latest()}"
         if self.count > self._allowed:
-            raise CheckpointError(f"{error}\nthe run ends because too many saves failed: {summary}") from error
+            raise SavesFailed(
+                error.what,
+                remedy=error.remedy,
+                phase=error.phase,
+                worker=error.worker,
+                details=(*error.details, f"the run ends because too many saves failed: {summary}"),
+                path=error.path,
+                ranks=error.ranks,
+                count=self.count,
+                newest=self.latest_checkpoint,
+            ) from error
         log.warning("the checkpoint of step %d could not be saved: %s\n%s", save.progress.step, error, summary)
 
     def describe_latest(self) -> str:

@@ -51,7 +51,9 @@ class SaveFolders:
             await asyncio.wait([making], timeout=self._timeout_s)
         if not making.done():
             raise CheckpointError(
-                f"the disk of {self._root} did not make a folder within {self._timeout_s:g} s; check the disk"
+                f"the disk of {self._root} did not make a folder within {self._timeout_s:g} s",
+                remedy="check the disk",
+                path=self._root,
             )
         return making.result()
 
@@ -80,7 +82,9 @@ class SaveFolders:
             if wait:
                 raise CheckpointError(
                     f"the checkpoint of step {writer.progress.step} is written, but the disk of {self._root} did not "
-                    f"flush and rename it within {wait_s:g} s; check the disk"
+                    f"flush and rename it within {wait_s:g} s",
+                    remedy="check the disk",
+                    path=writer.folder,
                 )
             return False
         removed = self._completion.result()

@@ -29,7 +29,7 @@ from recipe_gkd.checkpoints.state import Best, Progress
 from recipe_gkd.checkpoints.store import CheckpointWriter, keep_best
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
-from recipe_gkd.errors import CheckpointError, GkdError
+from recipe_gkd.errors import CheckpointError, GkdError, SavesFailed
 
 log = logging.getLogger(__name__)
 
@@ -152,9 +152,13 @@ class CheckpointSaver:
         await self.save(failed.progress, failed.best)
         await self.finish()
         if self._failures.last is not None:
-            raise CheckpointError(
+            raise SavesFailed(
                 f"the run ends at step {step}, but the checkpoint of that step could not be saved in two attempts; "
-                f"{self._failures.describe_latest()}. Make room on the disk and run the command again"
+                f"{self._failures.describe_latest()}",
+                remedy="make room on the disk and run the command again",
+                path=final_folder(self._root, step),
+                count=self._failures.count,
+                newest=self._failures.latest_checkpoint,
             )
 
     async def give_up(self, *, workers_failed: bool) -> None:

@@ -93,7 +93,9 @@ class CheckpointWriter:
             if not metadata.is_file() or not metadata.stat().st_size:
                 raise CheckpointError(
                     f"the checkpoint of step {self.progress.step} is incomplete: the actors have not written "
-                    f"{metadata}, their last file; look for an error in their logs"
+                    f"{metadata}, their last file",
+                    remedy="look for an error in their logs",
+                    path=metadata,
                 )
             sync_tree(self.folder)
             write_durably(self.folder / TRAINER, json.dumps(asdict(self.progress), indent=2) + "\n")
@@ -181,7 +183,9 @@ def _read_bests(root: Path) -> list[Best]:
         return []
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{root / BEST} cannot be read: {error}; remove it, and the next validation selects the best checkpoint"
+            f"{root / BEST} cannot be read: {error}",
+            remedy="remove it, and the next validation selects the best checkpoint",
+            path=root / BEST,
         ) from error
 
 
@@ -204,6 +208,8 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be written: {error}; make sure that {path.parent} is writable, has free space, and has "
-            "nothing else of that name; with trainer.resume_mode=auto the next run continues from the last checkpoint"
+            f"{path} cannot be written: {error}",
+            remedy=f"make sure that {path.parent} is writable, has free space, and has nothing else of that name; with "
+            "trainer.resume_mode=auto the next run continues from the last checkpoint",
+            path=path,
         ) from error

@@ -33,27 +33,27 @@ from typing import Protocol
 import numpy as np
 
 from recipe_gkd.actor.ray_worker import ActorWorker
+from recipe_gkd.cluster import Cluster
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.hybrid.engines import Engines
 from recipe_gkd.hybrid.memory import PhasePeaks
 from recipe_gkd.hybrid.sync_probe import SyncProbe, needs_probe, probe_contexts
-from recipe_gkd.hybrid.turns import Phase, Turns
+from recipe_gkd.hybrid.turns import DevicePhase, Turns
 from recipe_gkd.hybrid.verification import request_ids
 from recipe_gkd.metrics.steps import span
 from recipe_gkd.teacher_routing import Teachers
 from recipe_gkd.weight_sync.model_check import SYNC_METRIC, MismatchGuard
-from recipe_gkd.workers import Workers
 
 
 class Devices(Protocol):
     """Devices of a run."""
 
-    def turn(self, phase: Phase) -> AbstractAsyncContextManager[None]:
+    def turn(self, phase: DevicePhase) -> AbstractAsyncContextManager[None]:
         """Return a context in which the devices have the models of a phase in their memory.
 
         Args:
-            phase: Phase to use.
+            phase: DevicePhase to use.
 
         Raises:
             WorkerError, DeadlineError, WeightSyncError, TeacherError: On entry, if the devices could not be prepared.
@@ -82,43 +82,43 @@ class Devices(Protocol):
 
 
 def open_devices(
-    config: Config, workers: Workers, teachers: Teachers, prompts: Sequence[np.ndarray], guard: MismatchGuard
+    config: Config, cluster: Cluster, teachers: Teachers, prompts: Sequence[np.ndarray], guard: MismatchGuard
 ) -> Devices:
     """Return the devices of a run.
 
     Args:
         config: Configuration of the run.
-        workers: Connected workers.
+        cluster: Connected workers.
         teachers: Clients of the teachers.
         prompts: Token ids of the prompts of the data set, int32 [P] each, with which engines are verified.
         guard: Receives the differences between engines and actor after a weight sync.
     """
     settings = config.actor_rollout_ref
     if settings.hybrid_engine or settings.teacher.sleep_between_batches:
-        return SharedDevices(config, workers, teachers, request_ids(prompts[0].tolist()))
+        return SharedDevices(config, cluster, teachers, request_ids(prompts[0].tolist()))
     contexts = probe_contexts(prompts, config) if guard.is_enabled and needs_probe(config) else []
-    return SeparateDevices(workers, guard, SyncProbe(config, workers, contexts) if contexts else None)
+    return SeparateDevices(cluster, guard, SyncProbe(config, cluster, contexts) if contexts else None)
 
 
 class SeparateDevices:
     """Devices of which each belongs to one stage.
 
     Args:
-        workers: Connected workers.
+        cluster: Connected workers.
         guard: Receives the differences that the probe measures.
         probe: Comparison of the engines with the actor after each weight sync. None: there is none.
     """
 
-    def __init__(self, workers: Workers, guard: MismatchGuard, probe: SyncProbe | None = None) -> None:
-        self._workers, self._guard, self._probe = workers, guard, probe
+    def __init__(self, cluster: Cluster, guard: MismatchGuard, probe: SyncProbe | None = None) -> None:
+        self._cluster, self._guard, self._probe = cluster, guard, probe
 
-    def turn(self, phase: Phase) -> AbstractAsyncContextManager[None]:
+    def turn(self, phase: DevicePhase) -> AbstractAsyncContextManager[None]:
         """Return an empty context."""
         return nullcontext()
 
     async def sync(self, version: int) -> dict[str, float]:
         """Send the actor's weights to all rollout workers as ``version``, compare the engines, and return metrics."""
-        metrics = await self._workers.weights.sync(version)
+        metrics = await self._cluster.weights.sync(version)
         if self._probe is None:
             return metrics
         with span(metrics, "timing/sync_probe"):
@@ -142,24 +142,24 @@ class SharedDevices:
 
     Args:
         config: Configuration of the run.
-        workers: Connected workers. Engines that can sleep do so.
+        cluster: Connected workers. Engines that can sleep do so.
         teachers: Clients of the teachers. With ``teacher.sleep_between_batches`` they sleep.
         ids: Token ids of the fixed request with which engines are verified.
     """
 
-    def __init__(self, config: Config, workers: Workers, teachers: Teachers, ids: Sequence[int]) -> None:
+    def __init__(self, config: Config, cluster: Cluster, teachers: Teachers, ids: Sequence[int]) -> None:
         settings = config.actor_rollout_ref
-        self._workers, self._teachers, self._actor_timeout_s = workers, teachers, timeout_of(config, ACTOR_TIMEOUT)
+        self._cluster, self._teachers, self._actor_timeout_s = cluster, teachers, timeout_of(config, ACTOR_TIMEOUT)
         self._is_hybrid, self._teacher_sleeps = settings.hybrid_engine, settings.teacher.sleep_between_batches
-        self._engines = Engines(config, workers, ids)
-        self._memory = PhasePeaks(config, workers)
+        self._engines = Engines(config, cluster, ids)
+        self._memory = PhasePeaks(config, cluster)
         self._teacher_is_awake = False
         self._actor_may_hold_memory = True
         self._metrics: dict[str, float] = {}
         self._turns = Turns(self._switch)
         self._preparation: asyncio.Future[None] | None = None
 
-    def turn(self, phase: Phase) -> AbstractAsyncContextManager[None]:
+    def turn(self, phase: DevicePhase) -> AbstractAsyncContextManager[None]:
         """Return a context in which the devices have the models of a phase in their memory."""
         if phase == "score" and not self._teacher_sleeps:
             return nullcontext()
@@ -196,7 +196,7 @@ class SharedDevices:
             with suppress(asyncio.CancelledError, Exception):
                 await self._preparation
 
-    async def _switch(self, before: Phase | None, phase: Phase) -> None:
+    async def _switch(self, before: DevicePhase | None, phase: DevicePhase) -> None:
         """Release what the phase does not use, then restore what it uses."""
         if self._is_hybrid:
             await self._memory.record(before)
@@ -222,7 +222,7 @@ class SharedDevices:
             self._actor_may_hold_memory = False
 
     async def _call_actors(self, method: Callable[[ActorWorker], None], *, phase: str) -> None:
-        await self._workers.actors.call(method, timeout_s=self._actor_timeout_s, phase=phase)
+        await self._cluster.actors.call(method, timeout_s=self._actor_timeout_s, phase=phase)
 
     async def _sleep_teacher(self) -> None:
         with span(self._metrics, "timing/teacher_sleep"):

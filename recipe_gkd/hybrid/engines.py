@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from recipe_gkd.actor.ray_worker import ActorWorker
+from recipe_gkd.cluster import Cluster
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, SYNC_TIMEOUT, timeout_of
 from recipe_gkd.errors import WorkerDied
@@ -14,7 +15,6 @@ from recipe_gkd.hybrid.verification import largest_difference
 from recipe_gkd.metrics.steps import span
 from recipe_gkd.rollout.engine_sleep import Part
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from recipe_gkd.workers import Workers
 
 
 class Engines:
@@ -25,7 +25,7 @@ class Engines:
 
     Args:
         config: Configuration of the run.
-        workers: Connected workers. Engines that can sleep do so.
+        cluster: Connected workers. Engines that can sleep do so.
         ids: Token ids of the fixed request with which engines are verified.
 
     Attributes:
@@ -33,11 +33,11 @@ class Engines:
         metrics: Times of the transitions, and the result of the last verification.
     """
 
-    def __init__(self, config: Config, workers: Workers, ids: Sequence[int]) -> None:
+    def __init__(self, config: Config, cluster: Cluster, ids: Sequence[int]) -> None:
         settings = config.actor_rollout_ref
-        self._workers, self._rollouts, self._ids = workers, workers.rollouts, list(ids)
+        self._cluster, self._rollouts, self._ids = cluster, cluster.rollouts, list(ids)
         self._timeout_s, self._actor_timeout_s = timeout_of(config, SYNC_TIMEOUT), timeout_of(config, ACTOR_TIMEOUT)
-        self._bound = mismatch_bound(config, workers)
+        self._bound = mismatch_bound(config, cluster)
         self._can_sleep = settings.hybrid_engine and settings.rollout.sleep_level > 0
         self._version = 0
         self._expected: list[float] = []
@@ -54,7 +54,7 @@ class Engines:
                     )
                     self.state = "asleep"
                 except WorkerDied as death:
-                    await self._workers.replace_dead_rollouts(death)
+                    await self._cluster.replace_dead_rollouts(death)
 
     async def prepare_sync(self) -> None:
         """Allocate the weights of all engines, without their KV cache."""
@@ -69,11 +69,11 @@ class Engines:
 
     async def sync(self, version: int) -> dict[str, float]:
         """Send the actor's weights, and return metrics. The engines have memory for them."""
-        metrics = await self._workers.weights.sync(version)
+        metrics = await self._cluster.weights.sync(version)
         self._version = version
         if self._can_sleep:
             # Now, because the actor's weights leave the devices before the engines are complete.
-            [self._expected], *_ = await self._workers.actors.call(
+            [self._expected], *_ = await self._cluster.actors.call(
                 ActorWorker.log_probs,
                 [(self._ids[:1], self._ids[1:])],
                 timeout_s=self._actor_timeout_s,
@@ -110,7 +110,7 @@ class Engines:
 
     async def _replace(self, death: WorkerDied) -> None:
         """Replace dead workers, and let the others sleep again, because a new engine starts with its KV cache."""
-        await self._workers.replace_dead_rollouts(death)
+        await self._cluster.replace_dead_rollouts(death)
         self.state = "awake"
         await self.sleep()
 

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Sequence
 
 from recipe_gkd.actor.ray_worker import ActorWorker
+from recipe_gkd.cluster import Cluster
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import SYNC_TIMEOUT, timeout_of
 from recipe_gkd.errors import WorkerDied
-from recipe_gkd.hybrid.turns import Phase
+from recipe_gkd.hybrid.turns import DevicePhase
 from recipe_gkd.metrics.steps import GIB
 from recipe_gkd.rollout.ray_worker import RolloutWorker
-from recipe_gkd.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -26,29 +26,29 @@ class PhasePeaks:
 
     Args:
         config: Configuration of the run.
-        workers: Connected workers.
+        cluster: Connected workers.
 
     Attributes:
         metrics: ``perf/memory_gb/<phase>``, in GiB.
     """
 
-    def __init__(self, config: Config, workers: Workers) -> None:
-        self._workers, self._timeout_s = workers, timeout_of(config, SYNC_TIMEOUT)
+    def __init__(self, config: Config, cluster: Cluster) -> None:
+        self._cluster, self._timeout_s = cluster, timeout_of(config, SYNC_TIMEOUT)
         self._tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         self.metrics: dict[str, float] = {}
 
-    async def record(self, phase: Phase | None) -> None:
+    async def record(self, phase: DevicePhase | None) -> None:
         """Record the peak of a phase, and start to measure the next one."""
         try:
             if phase in _MEASURED:
                 actors, rollouts = await asyncio.gather(
-                    self._workers.actors.call(ActorWorker.peak_memory, timeout_s=self._timeout_s, phase=_CALL),
-                    self._workers.rollouts.call(RolloutWorker.peak_memory, timeout_s=self._timeout_s, phase=_CALL),
+                    self._cluster.actors.call(ActorWorker.peak_memory, timeout_s=self._timeout_s, phase=_CALL),
+                    self._cluster.rollouts.call(RolloutWorker.peak_memory, timeout_s=self._timeout_s, phase=_CALL),
                 )
                 self.metrics[f"perf/memory_gb/{phase}"] = self._largest_slot(actors, rollouts) / GIB
             await asyncio.gather(
-                self._workers.actors.call(ActorWorker.reset_peak_memory, timeout_s=self._timeout_s, phase=_CALL),
-                self._workers.rollouts.call(RolloutWorker.reset_peak_memory, timeout_s=self._timeout_s, phase=_CALL),
+                self._cluster.actors.call(ActorWorker.reset_peak_memory, timeout_s=self._timeout_s, phase=_CALL),
+                self._cluster.rollouts.call(RolloutWorker.reset_peak_memory, timeout_s=self._timeout_s, phase=_CALL),
             )
         except WorkerDied as death:  # the next call that needs the worker replaces it, or ends the run
             log.warning("the memory of the phase %s was not measured: %s", phase, death)
@@ -58,7 +58,7 @@ class PhasePeaks:
 
         Processes on one GPU report the memory of the GPU. Processes on a CPU report their own.
         """
-        on_cpu = "cpu" in self._workers.actor_devices
+        on_cpu = "cpu" in self._cluster.actor_devices
         slots = []
         for engine, own in enumerate(rollouts):
             ranks = actors[engine * self._tp : (engine + 1) * self._tp]

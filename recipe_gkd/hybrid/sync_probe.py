@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from recipe_gkd.actor.ray_worker import ActorWorker
+from recipe_gkd.cluster import GENERATION_RPC_MARGIN_S, Cluster
 from recipe_gkd.config import Config
 from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, SYNC_TIMEOUT, timeout_of
@@ -24,8 +25,6 @@ from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.rollout.sampling import PROBE_TOKENS
 from recipe_gkd.runtime.keyed_timeout import with_margin
 from recipe_gkd.weight_sync.model_check import MismatchGuard, default_bound
-from recipe_gkd.worker_stages import GENERATION_RPC_MARGIN_S
-from recipe_gkd.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +32,25 @@ N_SHORT_CONTEXTS = 4
 MAX_CONTEXT_TOKENS = 1024
 
 
-def mismatch_guard(config: Config, workers: Workers) -> MismatchGuard:
+def mismatch_guard(config: Config, cluster: Cluster) -> MismatchGuard:
     """Return the guard of a run with these workers."""
     patience = config.actor_rollout_ref.rollout.mismatch_patience
-    return MismatchGuard(mismatch_bound(config, workers), patience, _dtypes(config, workers))
+    return MismatchGuard(mismatch_bound(config, cluster), patience, _dtypes(config, cluster))
 
 
-def mismatch_bound(config: Config, workers: Workers) -> float | None:
+def mismatch_bound(config: Config, cluster: Cluster) -> float | None:
     """Return the largest difference between engine and actor in nats, None if nothing is checked."""
     configured = config.actor_rollout_ref.rollout.mismatch_bound
-    return rounding_bound(config, workers) if configured == 0 else configured
+    return rounding_bound(config, cluster) if configured == 0 else configured
 
 
-def rounding_bound(config: Config, workers: Workers) -> float:
+def rounding_bound(config: Config, cluster: Cluster) -> float:
     """Return the largest difference in nats that rounding explains."""
-    return default_bound(_dtypes(config, workers), on_cpu="cpu" in workers.actor_devices)
+    return default_bound(_dtypes(config, cluster), on_cpu="cpu" in cluster.actor_devices)
 
 
-def _dtypes(config: Config, workers: Workers) -> set[str]:
-    return {config.actor_rollout_ref.actor.dtype, workers.engine_dtype}
+def _dtypes(config: Config, cluster: Cluster) -> set[str]:
+    return {config.actor_rollout_ref.actor.dtype, cluster.engine_dtype}
 
 
 def needs_probe(config: Config) -> bool:
@@ -87,12 +86,12 @@ class SyncProbe:
 
     Args:
         config: Configuration of the run.
-        workers: Connected workers.
+        cluster: Connected workers.
         contexts: Result of :func:`probe_contexts`.
     """
 
-    def __init__(self, config: Config, workers: Workers, contexts: Sequence[np.ndarray]) -> None:
-        self._workers = workers
+    def __init__(self, config: Config, cluster: Cluster, contexts: Sequence[np.ndarray]) -> None:
+        self._cluster = cluster
         self._timeout_s, self._actor_timeout_s = timeout_of(config, SYNC_TIMEOUT), timeout_of(config, ACTOR_TIMEOUT)
         self._prompts = [Prompt(uid=uid, ids=ids, row=uid) for uid, ids in enumerate(contexts)]
 
@@ -108,7 +107,7 @@ class SyncProbe:
         Args:
             version: Version of the weights that actor and engines have.
         """
-        rollouts = self._workers.rollouts
+        rollouts = self._cluster.rollouts
         sampled = await asyncio.gather(*(self._sample(rank, version) for rank in range(len(rollouts))))
         return {rollouts.label(rank): responses for rank, responses in enumerate(sampled) if responses}
 
@@ -126,7 +125,7 @@ class SyncProbe:
         ordered = sorted({_key(response) for responses in by_engine.values() for response in responses})
         if not ordered:
             return {}
-        found = await self._workers.actors.call(
+        found = await self._cluster.actors.call(
             ActorWorker.log_probs,
             [(self._prompts[uid].ids.tolist(), list(ids)) for uid, ids in ordered],
             timeout_s=self._actor_timeout_s,
@@ -140,7 +139,7 @@ class SyncProbe:
 
     async def _sample(self, rank: int, version: int) -> list[Response]:
         """Return the responses of one engine that have tokens; none if it fails."""
-        stream = self._workers.rollouts.stream(
+        stream = self._cluster.rollouts.stream(
             rank,
             RolloutWorker.generate,
             self._prompts,

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from recipe_gkd.runtime.tasks import run_to_end
 
-Phase = Literal["generate", "score", "update", "sync"]
-Switch = Callable[[Phase | None, Phase], Coroutine[Any, Any, None]]
+DevicePhase = Literal["generate", "score", "update", "sync"]
+Switch = Callable[[DevicePhase | None, DevicePhase], Coroutine[Any, Any, None]]
 
 
 class Turns:
@@ -23,19 +23,19 @@ class Turns:
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
-        self._phase: Phase | None = None
+        self._phase: DevicePhase | None = None
         self._n_users = 0
         self._is_switching = False
         self._changed = asyncio.Event()
 
     @asynccontextmanager
-    async def turn(self, phase: Phase) -> AsyncIterator[None]:
+    async def turn(self, phase: DevicePhase) -> AsyncIterator[None]:
         """Use a phase during the body. Waits until all users of another phase have ended.
 
         A user must not wait for another phase, because that phase waits for it.
 
         Args:
-            phase: Phase to use.
+            phase: DevicePhase to use.
 
         Raises:
             Exception: The devices could not be prepared. The next turn tries again.
@@ -52,7 +52,7 @@ class Turns:
             self._n_users -= 1
             self._notify()
 
-    async def _switch_to(self, phase: Phase) -> None:
+    async def _switch_to(self, phase: DevicePhase) -> None:
         before, self._phase = self._phase, None
         self._is_switching = True
         try:

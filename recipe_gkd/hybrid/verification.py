@@ -37,7 +37,8 @@ def largest_difference(
         raise WeightSyncError(
             f"rollout engines woke with wrong weights: their log-probabilities of {len(expected) + 1} fixed tokens "
             f"differ from the actor's by {listed} nats on average, expected at most {bound:g} "
-            "(actor_rollout_ref.rollout.mismatch_bound). Nothing was generated with them. Set "
-            "actor_rollout_ref.rollout.sleep_level=0 to keep the engines awake, and report this"
+            "(actor_rollout_ref.rollout.mismatch_bound). Nothing was generated with them",
+            remedy="set actor_rollout_ref.rollout.sleep_level=0 to keep the engines awake, and report this",
+            invalid=tuple(wrong),
         )
     return max(differences.values())

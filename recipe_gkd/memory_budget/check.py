@@ -34,7 +34,7 @@ async def check_budget(config: Config, device: str, pools: Sequence[Pool], *, ti
         timeout_s: Deadline of reading the memory of all nodes.
 
     Raises:
-        ResourceError: A phase does not fit. The message has the table, and the keys to change.
+        MemoryBudgetError: A phase does not fit. ``details`` has the table.
         DeadlineError: A node did not answer.
         ModelError: The student's ``config.json`` cannot be read or is not supported.
         ConfigError: ``lora.target_modules`` names no layer of the student.
@@ -59,8 +59,11 @@ async def _read_node(node: str, device: str, n_slots: int, timeout_s: float) -> 
                 host, memory = await run_on_node(node, _read_memory, device, n_slots)
     except TimeoutError as error:
         raise DeadlineError(
-            f"memory of the slots: node {node[:8]} did not answer within {timeout_s:g} s; check `ray status` and "
-            "`nvidia-smi` there, or raise trainer.startup_timeout_s"
+            f"node {node[:8]} did not answer within {timeout_s:g} s",
+            remedy="check `ray status` and `nvidia-smi` there, or raise trainer.startup_timeout_s",
+            phase="memory of the slots",
+            missing=(f"node {node[:8]}",),
+            waited_s=timeout_s,
         ) from error
     except (RayError, OSError) as error:
         log.warning("node %s: its memory cannot be read: %s: %s", node[:8], type(error).__name__, error)

@@ -26,21 +26,21 @@ from typing import Literal
 from recipe_gkd.actor.offload import KEYS
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.schema.actor import ActorState
-from recipe_gkd.errors import ResourceError
+from recipe_gkd.errors import MemoryBudgetError
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
 from recipe_gkd.rollout.engine_options import EngineOptions
 
 GIB, _MEBIBYTE = 1 << 30, 1 << 20
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR, ROLLOUT, SLOTS = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer.n_gpus_per_node"
 
-Phase = Literal["sync", "generate", "update"]
+BudgetPhase = Literal["sync", "generate", "update"]
 
 ACTOR_PARTS: Mapping[ActorState, str] = {
     "params": "actor weights",
     "grads": "gradients",
     "optimizer": "optimizer state",
 }
-_NEEDED_STATES: Mapping[Phase, Collection[ActorState]] = {
+_NEEDED_STATES: Mapping[BudgetPhase, Collection[ActorState]] = {
     "sync": ["params"],
     "generate": [],
     "update": ["params", "grads", "optimizer"],
@@ -74,13 +74,49 @@ class PhaseMemory:
         parts: Bytes by name; the names are those of the table's columns.
     """
 
-    phase: Phase
+    phase: BudgetPhase
     parts: Mapping[str, float]
 
     @property
     def total(self) -> float:
         """Sum of all parts, in bytes."""
         return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Change of the configuration that lowers the memory of a phase.
+
+    Attributes:
+        text: Clause for the user.
+        keys: Full names of the keys to change.
+    """
+
+    text: str
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Phase that does not fit into a slot.
+
+    Attributes:
+        phase: Name of the phase.
+        problem: Needed and available memory, as a clause that starts with a verb.
+        remedies: Changes of the configuration, those without more slots first.
+    """
+
+    phase: BudgetPhase
+    problem: str
+    remedies: Sequence[Remedy]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Full names of the keys to change."""
+        return tuple(key for remedy in self.remedies for key in remedy.keys)
+
+    def __str__(self) -> str:
+        return f"{self.phase} {self.problem}: {'; '.join(remedy.text for remedy in self.remedies)}"
 
 
 def check_memory_budget(config: Config, device: str, slot_memory: Mapping[str, int]) -> str:
@@ -96,7 +132,7 @@ def check_memory_budget(config: Config, device: str, slot_memory: Mapping[str, i
         Text table with one row per phase.
 
     Raises:
-        ResourceError: A phase does not fit. The message has the table, and the keys to change.
+        MemoryBudgetError: A phase does not fit. ``details`` has the table.
         ModelError: The student's ``config.json`` cannot be read or is not supported.
         ConfigError: ``lora.target_modules`` names no layer of the student.
     """
@@ -105,12 +141,16 @@ def check_memory_budget(config: Config, device: str, slot_memory: Mapping[str, i
     memory = slot_memory.get(node)
     phases = phase_memory(config, device, actor, memory)
     table = budget_table(config, phases, memory)
-    problems = [] if memory is None else list(_problems(config, device, phases, memory))
-    if problems:
+    shortages = [] if memory is None else list(_shortages(config, device, phases, memory))
+    if shortages:
         slot = "GPU" if device == "cuda" else "CPU slot"
-        raise ResourceError(
-            f"actor_rollout_ref.hybrid_engine=true: actor and rollout engine do not fit into one {slot} of {node}.\n"
-            f"{table}\n" + "\n".join(problems)
+        keys_by_phase: dict[str, tuple[str, ...]] = {each.phase: each.keys for each in shortages}
+        raise MemoryBudgetError(
+            f"actor_rollout_ref.hybrid_engine=true: actor and rollout engine do not fit into one {slot} of {node}",
+            node=node,
+            details=(table, *(f"  {each}" for each in shortages)),
+            keys=tuple(dict.fromkeys(key for keys in keys_by_phase.values() for key in keys)),
+            keys_by_phase=keys_by_phase,
         )
     return table
 
@@ -136,7 +176,7 @@ def phase_memory(config: Config, device: str, actor: ActorMemory, slot_memory: i
     asleep = engine if not sleeps else weights if on_cpu else {}
     receiving = (weights if sleeps else engine) | {_BUCKETS: _bucket_bytes(config, actor.n_weights)}
 
-    parts_of_engine: dict[Phase, dict[str, float]] = {"sync": receiving, "generate": engine, "update": asleep}
+    parts_of_engine: dict[BudgetPhase, dict[str, float]] = {"sync": receiving, "generate": engine, "update": asleep}
     return [
         PhaseMemory(
             phase=phase,
@@ -219,63 +259,70 @@ def _bucket_bytes(config: Config, n_weights: int) -> float:
     return min(half, n_weights * ITEM_BYTES[settings.actor.dtype])
 
 
-def _problems(config: Config, device: str, phases: Sequence[PhaseMemory], memory: int) -> Iterator[str]:
-    """Yield a message for each phase that does not fit."""
+def _shortages(config: Config, device: str, phases: Sequence[PhaseMemory], memory: int) -> Iterator[Shortage]:
+    """Yield the phases that do not fit."""
     rollout = config.actor_rollout_ref.rollout
     for each in phases:
         if each.total > memory:
             excess = (each.total - memory) / GIB
-            remedies = "; ".join(_remedies(config, device, each, memory))
-            yield f"  {each.phase} needs {each.total / GIB:.2f} GiB, {excess:.2f} GiB more than a slot has: {remedies}"
+            needed = f"needs {each.total / GIB:.2f} GiB, {excess:.2f} GiB more than a slot has"
+            yield Shortage(each.phase, needed, list(_remedies(config, device, each, memory)))
         elif each.phase == "generate" and each.parts[_KV_CACHE] <= 0:
-            fraction = f"{ROLLOUT}.gpu_memory_utilization={rollout.gpu_memory_utilization:g}"
-            yield (
-                f"  generate has no memory for the KV cache: {fraction} is "
+            key = f"{ROLLOUT}.gpu_memory_utilization"
+            yield Shortage(
+                "generate",
+                f"has no memory for the KV cache: {key}={rollout.gpu_memory_utilization:g} is "
                 f"{rollout.gpu_memory_utilization * memory / GIB:.2f} GiB, and the weights of the engine need "
-                f"{each.parts[_ENGINE_WEIGHTS] / GIB:.2f} GiB; raise it, or raise {ROLLOUT}.tensor_model_parallel_size"
+                f"{each.parts[_ENGINE_WEIGHTS] / GIB:.2f} GiB",
+                [_change("raise", key), _change("raise", f"{ROLLOUT}.tensor_model_parallel_size")],
             )
 
 
-def _remedies(config: Config, device: str, phase: PhaseMemory, memory: int) -> Iterator[str]:
+def _change(verb: str, key: str, value: str = "") -> Remedy:
+    return Remedy(f"{verb} {key}{value}", (key,))
+
+
+def _remedies(config: Config, device: str, phase: PhaseMemory, memory: int) -> Iterator[Remedy]:
     """Yield the changes of the configuration that lower the memory of a phase, those without more slots first."""
     rollout = config.actor_rollout_ref.rollout
     section = "megatron" if config.actor_rollout_ref.actor.strategy == "megatron" else "fsdp_config"
-    keys = [
-        f"{ACTOR}.{section}.{key}=true"
+    keys = tuple(
+        f"{ACTOR}.{section}.{key}"
         for state, key in KEYS.items()
         if state not in _NEEDED_STATES[phase.phase] and ACTOR_PARTS[state] in phase.parts
-    ]
+    )
     if keys:
-        yield f"set {' '.join(keys)}"
+        yield Remedy(f"set {' '.join(f'{key}=true' for key in keys)}", keys)
     if rollout.sleep_level == 0 and phase.phase != "generate":
-        yield f"set {ROLLOUT}.sleep_level=2"
+        yield _change("set", f"{ROLLOUT}.sleep_level", "=2")
     if phase.phase == "generate":
         by_size = device == "cpu" or rollout.kv_cache_memory_megabytes is not None
-        yield f"lower {ROLLOUT}.{'kv_cache_memory_megabytes' if by_size else 'gpu_memory_utilization'}"
+        yield _change("lower", f"{ROLLOUT}.{'kv_cache_memory_megabytes' if by_size else 'gpu_memory_utilization'}")
     if phase.total - memory < phase.parts.get(_BUCKETS, 0):
-        yield f"lower {ROLLOUT}.update_weights_bucket_megabytes"
+        yield _change("lower", f"{ROLLOUT}.update_weights_bucket_megabytes")
     has_more_slots = rollout.tensor_model_parallel_size < config.trainer.n_gpus_per_node
     if _ENGINE_WEIGHTS in phase.parts and device == "cuda" and has_more_slots:
-        yield f"raise {ROLLOUT}.tensor_model_parallel_size"
+        yield _change("raise", f"{ROLLOUT}.tensor_model_parallel_size")
     if device == "cuda":
         yield from _layout_remedies(config)
     elif config.trainer.n_gpus_per_node > 1:
-        yield "lower trainer.n_gpus_per_node, because the slots share the memory of the node"
+        yield Remedy(f"lower {SLOTS}, because the slots share the memory of the node", (SLOTS,))
     else:
-        yield "use a machine with more memory, or a smaller student"
+        yield Remedy("use a machine with more memory, or a smaller student")
 
 
-def _layout_remedies(config: Config) -> Iterator[str]:
+def _layout_remedies(config: Config) -> Iterator[Remedy]:
     """Yield the changes that lower the memory of an actor rank on a GPU."""
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     n_ranks = trainer.nnodes * trainer.n_gpus_per_node
     if actor.strategy == "fsdp":
         if actor.fsdp_config.fsdp_size not in (-1, n_ranks):
-            yield f"set {ACTOR}.fsdp_config.fsdp_size=-1"
+            yield _change("set", f"{ACTOR}.fsdp_config.fsdp_size", "=-1")
         if not actor.lora.rank:
-            yield f"train adapters only ({ACTOR}.lora.rank)"
-        yield "raise trainer.n_gpus_per_node"
+            yield Remedy(f"train adapters only ({ACTOR}.lora.rank)", (f"{ACTOR}.lora.rank",))
+        yield _change("raise", SLOTS)
         return
     if not actor.megatron.use_distributed_optimizer and n_ranks > 1:
-        yield f"set {ACTOR}.megatron.use_distributed_optimizer=true"
-    yield f"raise trainer.n_gpus_per_node and {ACTOR}.megatron.tensor_model_parallel_size"
+        yield _change("set", f"{ACTOR}.megatron.use_distributed_optimizer", "=true")
+    tensor_parallel = f"{ACTOR}.megatron.tensor_model_parallel_size"
+    yield Remedy(f"raise {SLOTS} and {tensor_parallel}", (SLOTS, tensor_parallel))

@@ -11,6 +11,7 @@ from recipe_gkd.pipeline.actor_lock import ActorLock
 from recipe_gkd.pipeline.stages import Generate, Replace
 from recipe_gkd.pipeline.state import PipelineState
 
+REPORT = "this is a bug; please report it"
 ANY_VERSION = 0
 """Version that a new worker needs: a sync of any version, before the next update."""
 
@@ -47,15 +48,18 @@ class RolloutSupervisor:
                 async for responses in generate(replica, list(unfinished.values()), step):
                     self._state.add_in_flight(-len(responses))
                     for response in responses:
-                        yield _take_prompt(unfinished, response, f"rollout replica {replica}, step {step}"), response
+                        yield _take_prompt(unfinished, response, replica, step), response
             except WorkerDied as death:
                 if unfinished:  # otherwise the next batch or sync that needs this worker receives the error
                     self._state.deaths[replica] = death
             else:
                 if unfinished:
                     raise WorkerError(
-                        f"rollout replica {replica}, step {step}: generation ended, but {len(unfinished)} of "
-                        f"{len(prompts)} prompts have no response. This is a bug; please report it"
+                        f"generation ended, but {len(unfinished)} of {len(prompts)} prompts have no response",
+                        remedy=REPORT,
+                        phase=f"generation, step {step}",
+                        worker=f"rollout replica {replica}",
+                        uids=tuple(unfinished),
                     )
 
     async def _restart_replica(self, replica: int, n_unfinished: int) -> None:
@@ -84,11 +88,14 @@ class RolloutSupervisor:
             state.add_in_flight(n_unfinished)
 
 
-def _take_prompt(unfinished: dict[int, Prompt], response: Response, where: str) -> Prompt:
+def _take_prompt(unfinished: dict[int, Prompt], response: Response, replica: int, step: int) -> Prompt:
     """Remove the prompt of ``response`` from the unfinished ones and return it."""
     if response.uid not in unfinished:
         raise WorkerError(
-            f"{where}: received a response to prompt {response.uid}, which is not among its unfinished prompts. This "
-            "is a bug; please report it"
+            f"received a response to prompt {response.uid}, which is not among its unfinished prompts",
+            remedy=REPORT,
+            phase=f"generation, step {step}",
+            worker=f"rollout replica {replica}",
+            uids=(response.uid,),
         )
     return unfinished.pop(response.uid)

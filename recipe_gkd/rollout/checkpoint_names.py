@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from recipe_gkd.errors import ModelError, WeightSyncError
@@ -36,7 +37,7 @@ def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
             with open_weights(path) as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except WeightFileError as error:
-        raise ModelError(f"the rollout model {folder}: {error}") from error
+        raise ModelError(f"the rollout model {folder}: {error}", path=Path(folder)) from error
     return shapes
 
 
@@ -61,21 +62,24 @@ def check_announced(meta: Sequence[TensorMeta], folder: str, shapes: dict[str, t
     announced = {name: tuple(shape) for name, shape, _ in meta}
     tied = {"lm_head.weight"} if config.get("tie_word_embeddings", True) else set()
     expected = {name for name in shapes if not _is_untrained(name, config.get("num_hidden_layers"))}
-    problems = [
-        *(f"{name} is missing" for name in sorted(expected - announced.keys() - tied)),
-        *(f"{name} is unknown" for name in sorted(announced.keys() - shapes.keys() - tied)),
-        *(
-            f"{name} is {announced[name]}, in the folder {shapes[name]}"
+    problems = {
+        **{name: "is missing" for name in sorted(expected - announced.keys() - tied)},
+        **{name: "is unknown" for name in sorted(announced.keys() - shapes.keys() - tied)},
+        **{
+            name: f"is {announced[name]}, in the folder {shapes[name]}"
             for name in sorted(expected & announced.keys())
             if announced[name] != shapes[name]
-        ),
-    ]
+        },
+    }
     if problems:
         n_hidden = len(problems) - _MAX_SHOWN_PROBLEMS
-        shown = "; ".join(problems[:_MAX_SHOWN_PROBLEMS]) + (f"; and {n_hidden} more" if n_hidden > 0 else "")
+        shown = [f"{name} {problem}" for name, problem in islice(problems.items(), _MAX_SHOWN_PROBLEMS)]
+        more = [f"and {n_hidden} more"] if n_hidden > 0 else []
         raise WeightSyncError(
-            f"the actor's weights differ from those of the rollout model {folder}: {shown}; both pools must be built "
-            "from the same actor_rollout_ref.model.path, and the export must use its names"
+            f"the actor's weights differ from those of the rollout model {folder}: {'; '.join([*shown, *more])}",
+            remedy="both pools must be built from the same actor_rollout_ref.model.path, and the export must use its "
+            "names",
+            tensors=tuple(problems),
         )
 
 

@@ -28,7 +28,7 @@ from recipe_gkd.rollout.engine_factory import ROLLOUT, build_engine, describe_en
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.engine_requests import Deliver, RequestTable, add_log_probs_request, add_request
-from recipe_gkd.runtime.out_of_memory import Phase, advice, describe, is_out_of_memory
+from recipe_gkd.runtime.out_of_memory import MemoryPhase, is_out_of_memory, out_of_memory_error
 from teacher.engines.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure
 
 if TYPE_CHECKING:
@@ -194,7 +194,8 @@ class RolloutEngine:
         except Exception as error:
             log.exception("the rollout engine failed")
             self._end(_to_worker_died(error))
-            settle(ready, error=self._failure)  # has no effect if the engine was ready
+            if self._failure is not None:
+                settle(ready, error=self._failure.located())  # has no effect if the engine was ready
         finally:
             engine.engine_core.shutdown()
 
@@ -208,7 +209,7 @@ class RolloutEngine:
 
     def _run_command(self, engine: LLMEngine, command: Command, done: Future[Any]) -> None:
         if self._failure is not None:
-            settle(done, error=self._failure)
+            settle(done, error=self._failure.located())
             return
         try:
             result = command(engine)
@@ -237,14 +238,15 @@ class RolloutEngine:
         """Fail the engine from another thread, because the engine's own may hang in a call to the dead rank."""
         self._end(
             WorkerDied(
-                f"the rollout engine failed: its process {name} died; the kernel's log on its node shows if it was "
-                "killed for lack of memory"
+                f"the rollout engine failed: its process {name} died",
+                remedy="the kernel's log on its node shows if it was killed for lack of memory",
+                process=name,
             )
         )
         self._commands.wake()
 
     def _end(self, failure: GkdError) -> None:
-        """Fail everything in flight and everything later. The first failure is kept."""
+        """Fail everything in flight and everything later with copies of the first failure."""
         with self._failure_lock:
             if self._failure is None:
                 self._failure = failure
@@ -255,12 +257,15 @@ class RolloutEngine:
 
 
 def _to_worker_died(error: Exception) -> WorkerDied:
-    text = str(error) if isinstance(error, WorkerDied) else f"{type(error).__name__}: {error}"
-    if not isinstance(error, WorkerDied) and is_out_of_memory(error):
+    if isinstance(error, WorkerDied):
+        return error
+    if is_out_of_memory(error):
         calls = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         # Commands that allocate memory belong to a weight update; `step` generates.
-        phase: Phase = "weight sync" if RolloutEngine._run_command.__name__ in calls else "generate"
-        text = f"{phase}: {describe(error)}\n{advice('rollout', phase)}"
-    elif is_async_scheduling_failure(error):
-        text += f"{ASYNC_SCHEDULING_DEFECT}; set {ROLLOUT}.async_scheduling=false"
-    return WorkerDied(f"the rollout engine failed: {text}")
+        phase: MemoryPhase = "weight sync" if RolloutEngine._run_command.__name__ in calls else "generate"
+        return out_of_memory_error(error, WorkerDied, pool="rollout", phase=phase)
+    text = f"the rollout engine failed: {type(error).__name__}: {error}"
+    if is_async_scheduling_failure(error):
+        key = f"{ROLLOUT}.async_scheduling"
+        return WorkerDied(f"{text}{ASYNC_SCHEDULING_DEFECT}", remedy=f"set {key}=false", keys=(key,))
+    return WorkerDied(text)

@@ -50,19 +50,19 @@ class CommandQueue:
                 yield command, done
 
     def fail_all(self, failure: GkdError) -> None:
-        """Fail all queued commands, and the current one."""
+        """Fail all queued commands, and the current one, each with a copy of ``failure``."""
         self.fail_queued(failure)
-        settle(self._current, error=failure)
+        settle(self._current, error=failure.located())
 
     def fail_queued(self, failure: GkdError) -> None:
-        """Fail all queued commands."""
+        """Fail all queued commands, each with a copy of ``failure``."""
         while True:
             try:
                 _, done = self._queue.get_nowait()
             except queue.Empty:
                 return
             if done.set_running_or_notify_cancel():
-                done.set_exception(failure)
+                done.set_exception(failure.located())
 
 
 def settle(done: Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:

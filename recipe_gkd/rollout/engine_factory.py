@@ -10,7 +10,7 @@ from recipe_gkd.errors import GkdError, ModelError, WorkerError
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.limits import check_cpu_budget
-from recipe_gkd.runtime.out_of_memory import advice, describe, is_out_of_memory, memory_in_use
+from recipe_gkd.runtime.out_of_memory import ADVICE, Advice, advice, is_out_of_memory, memory_details
 from recipe_gkd.runtime.scratch import scratch_folder
 from teacher.engines.head_dtype import head_overrides
 
@@ -19,15 +19,23 @@ if TYPE_CHECKING:
 
 ROLLOUT = "actor_rollout_ref.rollout"
 _CPU_BATCHED_TOKENS = 4096
-_TOO_SMALL = (
-    f"the weights leave too little memory for the KV cache: raise {ROLLOUT}.gpu_memory_utilization or "
-    f"kv_cache_memory_megabytes if the device has more, lower {ROLLOUT}.max_num_batched_tokens or the lengths in "
-    f"section data, or raise {ROLLOUT}.tensor_model_parallel_size"
+_UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
+_TOO_SMALL = Advice(
+    f"the weights leave too little memory for the KV cache: raise {_UTILIZATION} or kv_cache_memory_megabytes if the "
+    f"device has more, lower {ROLLOUT}.max_num_batched_tokens or the lengths in section data, or raise "
+    f"{ROLLOUT}.tensor_model_parallel_size",
+    (
+        _UTILIZATION,
+        *(
+            f"{ROLLOUT}.{key}"
+            for key in ("kv_cache_memory_megabytes", "max_num_batched_tokens", "tensor_model_parallel_size")
+        ),
+    ),
 )
 _REFUSALS = {
-    "is less than desired GPU memory utilization": (
-        f"lower {ROLLOUT}.gpu_memory_utilization, end other processes on this device, or offload the states of an "
-        "actor that shares it"
+    "is less than desired GPU memory utilization": Advice(
+        f"lower {_UTILIZATION}, end other processes on this device, or offload the states of an actor that shares it",
+        (_UTILIZATION,),
     ),
     "No available memory for the cache blocks": _TOO_SMALL,
     "larger than the available KV cache": _TOO_SMALL,
@@ -49,24 +57,28 @@ def build_engine(options: EngineOptions) -> LLMEngine:
     except GkdError:
         raise
     except Exception as error:
-        raise WorkerError(
-            f"vLLM could not be started on {options.model_path}: {type(error).__name__}: {error}{_remedy(error)}"
-        ) from error
+        raise _start_error(error, options.model_path) from error
 
 
-def _remedy(error: Exception) -> str:
-    """Return what to change after a failed start, as the end of a message."""
+def _start_error(error: Exception, model_path: str) -> WorkerError:
+    """Return the error of a failed start, with the keys to change if the memory is the reason."""
+    what = f"vLLM could not be started on {model_path}: {type(error).__name__}: {error}"
     if is_out_of_memory(error):
-        return f"\n{describe(error)}\n{advice('rollout', 'start')}"
-    for text, keys in _REFUSALS.items():
+        keys = ADVICE["rollout", "start"].keys
+        return WorkerError(what, remedy=advice("rollout", "start"), keys=keys, details=memory_details())
+    for text, changes in _REFUSALS.items():
         if text in str(error):
-            return f"\nmemory: {'; '.join(memory_in_use())}\n{keys}"
-    return f"; its options are the keys of {ROLLOUT}"
+            return WorkerError(what, remedy=changes.text, keys=changes.keys, details=memory_details())
+    return WorkerError(what, remedy=f"its options are the keys of {ROLLOUT}", keys=(ROLLOUT,))
 
 
 def _check_model_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; actor_rollout_ref.model.path must be a Hugging Face folder")
+        raise ModelError(
+            f"{folder} has no config.json",
+            remedy="actor_rollout_ref.model.path must be a Hugging Face folder",
+            path=folder / "config.json",
+        )
 
 
 def _build(options: EngineOptions) -> LLMEngine:

@@ -18,6 +18,7 @@ from recipe_gkd.rollout.engine_commands import settle
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine, RequestOutput
 
+_MAX_LENGTH = "actor_rollout_ref.rollout.max_model_len"
 Deliver = Callable[[list[Response] | GkdError], None]
 """Callback on the engine's thread: it gets the responses that have just finished, or once the error that ended all."""
 Convert = Callable[["RequestOutput", int], Any]
@@ -74,13 +75,13 @@ class RequestTable:
             deliver(results)
 
     def fail_all(self, failure: GkdError) -> None:
-        """Remove all requests, and pass ``failure`` once to each callback. Safe while another thread delivers."""
+        """Remove all requests, and pass a copy of ``failure`` to each callback. Safe while another thread delivers."""
         owners: dict[Callable[[Any], None], None] = {}
         while self._requests:
             with suppress(KeyError):
                 owners[self._requests.popitem()[1][1]] = None
         for deliver in owners:
-            deliver(failure)
+            deliver(failure.located())
 
 
 def add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dict[str, Any], max_len: int) -> None:
@@ -101,7 +102,10 @@ def add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dict
     if not 0 < len(prompt.ids) < max_len:
         raise WorkerError(
             f"prompt {prompt.uid} (row {prompt.row}) has {len(prompt.ids)} tokens; expected 1 to {max_len - 1}, which "
-            "leaves room for one response token; raise actor_rollout_ref.rollout.max_model_len, or remove the row"
+            "leaves room for one response token",
+            remedy=f"raise {_MAX_LENGTH}, or remove the row",
+            keys=(_MAX_LENGTH,),
+            uids=(prompt.uid,),
         )
     sampling = SamplingParams(
         **params,
@@ -132,8 +136,9 @@ def add_log_probs_request(engine: LLMEngine, request_id: str, ids: Sequence[int]
 
     if not 1 < len(ids) < max_len:
         raise WorkerError(
-            f"log-probabilities of {len(ids)} tokens were requested; expected 2 to {max_len - 1} tokens; pass another "
-            "sequence, or raise actor_rollout_ref.rollout.max_model_len"
+            f"log-probabilities of {len(ids)} tokens were requested; expected 2 to {max_len - 1} tokens",
+            remedy=f"pass another sequence, or raise {_MAX_LENGTH}",
+            keys=(_MAX_LENGTH,),
         )
     sampling = SamplingParams(
         temperature=0.0,  # of the one token that vLLM must generate

@@ -22,11 +22,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from recipe_gkd.errors import GkdError, WeightSyncError, WorkerDied, WorkerError
-from recipe_gkd.rollout.weight_updates import WeightUpdates
-from recipe_gkd.runtime.out_of_memory import advice, describe, is_out_of_memory
+from recipe_gkd.rollout.weight_updates import Invalidity, WeightUpdates
+from recipe_gkd.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine
@@ -36,7 +36,7 @@ Checksums = Mapping[str, Mapping[str, int]]
 """``parameters`` and ``constants`` -> name of a tensor -> checksum, of one tensor-parallel rank."""
 
 _REMEDY = "set actor_rollout_ref.rollout.sleep_level=0, start the run again, and report this"
-_RELEASED = "its weights were released; run a weight sync"
+_RELEASED = Invalidity("its weights were released", "run a weight sync")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class EngineSleep:
     ``sleep`` and ``wake`` run on the engine's thread (``RolloutEngine.run``), the other methods on any thread.
 
     Args:
-        name: Name of the worker in error messages.
+        name: Label of the worker, for errors.
         updates: State of the engine's weights.
     """
 
@@ -88,14 +88,17 @@ class EngineSleep:
         if not self._accepts_requests:
             missing = "KV cache" if self._state == "weights" else "weights and KV cache"
             raise WorkerError(
-                f"{self._name} rejects requests: its engine sleeps without {missing}; call wake('weights'), sync the "
-                "weights if it slept at level 2, and call wake('kv_cache')"
+                f"the engine rejects requests: it sleeps without {missing}",
+                remedy="call wake('weights'), sync the weights if it slept at level 2, and call wake('kv_cache')",
+                worker=self._name,
             )
 
     def ensure_weights_are_allocated(self) -> None:
         """Raise :class:`WeightSyncError` if the engine has no memory for weights because it sleeps."""
         if self._state == "asleep":
-            raise WeightSyncError(f"{self._name} rejects the weight update: its engine sleeps; call wake('weights')")
+            raise WeightSyncError(
+                "the engine rejects the weight update: it sleeps", remedy="call wake('weights')", worker=self._name
+            )
 
     def sleep(self, engine: LLMEngine, level: int) -> SleepReport:
         """Release the memory of the engine. Without effect if it sleeps already.
@@ -112,7 +115,11 @@ class EngineSleep:
         if level and self._state != "asleep":
             if n := engine.get_num_unfinished_requests():
                 self._accepts_requests = self._state == "awake"
-                raise WorkerError(f"{self._name} cannot sleep: {n} requests are in flight; wait for them or abort them")
+                raise WorkerError(
+                    f"the engine cannot sleep: {n} requests are in flight",
+                    remedy="wait for them or abort them",
+                    worker=self._name,
+                )
             with self._fatal("sleep"):
                 before = engine.collective_rpc("gkd_prepare_sleep", args=(level,))
                 engine.sleep(level)  # also resets the prefix cache
@@ -139,7 +146,11 @@ class EngineSleep:
         if part == "weights" and self._state == "asleep":
             self._wake_weights(engine)
         elif part == "kv_cache" and self._state == "asleep":
-            raise WorkerError(f"{self._name} cannot wake its KV cache: call wake('weights') first")
+            raise WorkerError(
+                "the engine cannot wake its KV cache without weights",
+                remedy="call wake('weights') first",
+                worker=self._name,
+            )
         elif part == "kv_cache" and self._state == "weights":
             self._wake_cache(engine)
 
@@ -163,9 +174,12 @@ class EngineSleep:
     def _refuse_changed(self, kind: str, changed: list[str]) -> None:
         """Invalidate the engine. A weight sync repairs parameters only."""
         count = f" and {len(changed) - 1} other {kind}" if len(changed) > 1 else f" ({kind})"
-        reason = f"after sleep level {self._level}, {changed[0]}{count} differs from before the sleep; {_REMEDY}"
-        self._updates.invalidate(reason, permanently=kind == "constants")
-        raise WeightSyncError(f"{self._name}: {reason}")
+        reason = f"after sleep level {self._level}, {changed[0]}{count} differs from before the sleep"
+        self._invalidate(Invalidity(reason, _REMEDY, tuple(changed)), permanently=kind == "constants")
+
+    def _invalidate(self, invalidity: Invalidity, *, permanently: bool) -> NoReturn:
+        self._updates.invalidate(invalidity, permanently=permanently)
+        raise invalidity.error(self._name, "the engine is invalid")
 
     def _wake_cache(self, engine: LLMEngine) -> None:
         with self._fatal("wake-up of the KV cache"):
@@ -173,9 +187,8 @@ class EngineSleep:
             engine.collective_rpc("gkd_reset_cache")
             is_reset = engine.reset_prefix_cache()
         if not is_reset:
-            reason = f"vLLM did not empty its prefix cache after a sleep; {_REMEDY}"
-            self._updates.invalidate(reason, permanently=True)
-            raise WeightSyncError(f"{self._name}: {reason}")
+            reason = "vLLM did not empty its prefix cache after a sleep"
+            self._invalidate(Invalidity(reason, _REMEDY), permanently=True)
         self._state, self._accepts_requests = "awake", True
 
     @contextmanager
@@ -186,8 +199,9 @@ class EngineSleep:
         except GkdError:
             raise
         except Exception as error:
-            text = f"{self._name}: the {action} failed: {type(error).__name__}: {error}"
             # vLLM's allocator has a text of its own: "CUDA Error: out of memory at ..."
             if is_out_of_memory(error) or "out of memory" in str(error):
-                text = f"{self._name}: {action}: {describe(error)}\n{advice('rollout', 'wake-up')}"
-            raise WorkerDied(text) from error
+                failure = out_of_memory_error(error, WorkerDied, pool="rollout", phase="wake-up", worker=self._name)
+                raise failure.replaced(phase=action) from error
+            text = f"the call failed: {type(error).__name__}: {error}"
+            raise WorkerDied(text, phase=action, worker=self._name) from error

@@ -51,7 +51,9 @@ def check_cpu_budget(tokens: int, max_model_len: int) -> None:
     if tokens < max_model_len:
         raise ConfigError(
             f"{ROLLOUT}.max_num_batched_tokens={tokens} is less than the longest sequence of {max_model_len} tokens, "
-            f"and prompts are not split on a CPU; set it to {max_model_len} or more, or to null"
+            "and prompts are not split on a CPU",
+            remedy=f"set it to {max_model_len} or more, or to null",
+            keys=(f"{ROLLOUT}.max_num_batched_tokens",),
         )
 
 
@@ -60,7 +62,9 @@ def _check_length(dims: StudentDims, config: Config) -> None:
     if length > dims.max_positions:
         raise ConfigError(
             f"{ROLLOUT}.max_model_len={length} is more than the {dims.max_positions} positions of the student "
-            "(max_position_embeddings or n_positions in its config.json); lower it, or set it to null"
+            "(max_position_embeddings or n_positions in its config.json)",
+            remedy="lower it, or set it to null",
+            keys=(f"{ROLLOUT}.max_model_len",),
         )
 
 
@@ -84,7 +88,8 @@ def _check_parallelism(dims: StudentDims, tp: int) -> None:
         kv = f"{dims.kv_heads} key/value heads (or be a multiple of them)"
         raise ConfigError(
             f"{ROLLOUT}.tensor_model_parallel_size is {tp}; it must divide the model's "
-            f"{', '.join(indivisible + ([] if kv_fits else [kv]))}"
+            f"{', '.join(indivisible + ([] if kv_fits else [kv]))}",
+            keys=(f"{ROLLOUT}.tensor_model_parallel_size",),
         )
 
 
@@ -100,5 +105,7 @@ def _check_cache(dims: StudentDims, config: Config) -> None:
     if needed > rollout.kv_cache_memory_megabytes << 20:
         raise ConfigError(
             f"{ROLLOUT}.kv_cache_memory_megabytes={rollout.kv_cache_memory_megabytes} does not hold one sequence of "
-            f"{engine_length(config)} tokens, which takes {-(-needed >> 20)} MB; raise it, or set it to null"
+            f"{engine_length(config)} tokens, which takes {-(-needed >> 20)} MB",
+            remedy="raise it, or set it to null",
+            keys=(f"{ROLLOUT}.kv_cache_memory_megabytes",),
         )

@@ -93,8 +93,9 @@ def check_model_folder(folder: Path) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ModelError(
-                f"{folder} has no {name}, so it is not a Hugging Face model folder with a tokenizer; correct the path, "
-                "or make the folder from a checkpoint with python -m recipe_gkd export"
+                f"{folder} has no {name}, so it is not a Hugging Face model folder with a tokenizer",
+                remedy="correct the path, or make the folder from a checkpoint with python -m recipe_gkd export",
+                path=folder / name,
             )
 
 
@@ -103,7 +104,11 @@ def limit_to_model(n_tokens: int, folder: Path) -> int:
     try:
         positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder}/config.json cannot be read ({error}); copy the folder again") from error
+        raise ModelError(
+            f"{folder}/config.json cannot be read ({error})",
+            remedy="copy the folder again",
+            path=folder / "config.json",
+        ) from error
     return min(n_tokens, positions) if isinstance(positions, int) and positions > 0 else n_tokens
 
 

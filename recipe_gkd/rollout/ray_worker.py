@@ -208,8 +208,9 @@ class RolloutWorker:
         level = settings.rollout.sleep_level if settings.hybrid_engine else 0
         if level and (n := self._gate.n_generating):
             raise WorkerError(
-                f"{self._name} cannot sleep: {n} calls of generate or log_probs are in flight; wait for them or cancel "
-                "them"
+                f"the engine cannot sleep: {n} calls of generate or log_probs are in flight",
+                remedy="wait for them or cancel them",
+                worker=self._name,
             )
         self._sleep.refuse_requests(level)
         return await self._run(lambda engine: self._sleep.sleep(engine, level))
@@ -310,6 +311,9 @@ class RolloutWorker:
                 return await awaitable
         except TimeoutError as error:
             raise DeadlineError(
-                f"{self._name}: {problem} after {timeout_s:g} s; raise actor_rollout_ref.rollout.timeout_s "
-                "(generation) or nccl_timeout (weights), or look at the worker's log"
+                f"{problem} after {timeout_s:g} s",
+                remedy="raise actor_rollout_ref.rollout.timeout_s (generation) or nccl_timeout (weights), or look at "
+                "the worker's log",
+                worker=self._name,
+                waited_s=timeout_s,
             ) from error

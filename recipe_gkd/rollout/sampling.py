@@ -121,7 +121,12 @@ def stop_token_ids(folder: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({token_id for ids in declared_eos_ids(generation_config, config) for token_id in ids}))
     except ValueError as error:
-        raise ModelError(f"{folder} has {error}; correct its generation_config.json or config.json") from error
+        raise ModelError(
+            f"{folder} has {error}",
+            remedy="correct its generation_config.json or config.json",
+            path=Path(folder),
+            names=("eos_token_id",),
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -130,4 +135,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise ModelError(f"{path} is not valid JSON ({error}); copy the model folder again") from error
+        raise ModelError(
+            f"{path} is not valid JSON ({error})", remedy="copy the model folder again", path=path
+        ) from error

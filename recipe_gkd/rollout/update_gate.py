@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.rollout.engine import RolloutEngine
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 
@@ -72,15 +71,15 @@ class UpdateGate:
             Awaitable that ends when the engine does not generate.
         """
         self._open.clear()
-        self._paused, self._was_invalid = inflight or self._paused, self._updates.invalid_because is not None
+        self._paused, self._was_invalid = inflight or self._paused, self._updates.invalidity is not None
         return asyncio.wrap_future(self._engine.pause()) if self._paused else self._idle.wait()
 
     def end(self) -> None:
         """Open the gate. Paused requests continue, or end with an error if the engine is invalid."""
-        reason = self._updates.invalid_because
-        if self._paused and reason and not self._was_invalid:
+        invalidity = self._updates.invalidity
+        if self._paused and invalidity and not self._was_invalid:
             return  # the next sync may repair it
-        failure = WeightSyncError(f"the responses in flight were discarded: {reason}") if reason else None
-        self._engine.resume(failure)
+        effect = "the responses in flight were discarded"
+        self._engine.resume(invalidity.error(self._updates.name, effect) if invalidity else None)
         self._paused = False
         self._open.set()

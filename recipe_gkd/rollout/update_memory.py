@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from recipe_gkd.errors import ResourceError
 from teacher.engines.cuda_memory import free_cuda_memory
 
 _GIB = 1 << 30
+_BUCKET_KEY = "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
 _BUCKETS_IN_MEMORY = 3
 """Consecutive buckets that can be in memory: one is received, one is loaded, one has the first weights of its layer."""
 
@@ -75,22 +77,26 @@ def free_memory(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
-def memory_shortage(needed: UpdateMemory, free: int, *, bucket_bytes: int, n_sharing_host: int, remedy: str) -> str:
-    """Return a message if an update cannot fit, whichever way it is received; empty if it may fit.
+def memory_shortage(
+    needed: UpdateMemory, free: int, *, bucket_bytes: int, n_sharing_host: int, cache_key: str, cache_value: float
+) -> ResourceError | None:
+    """Return an error if an update cannot fit, whichever way it is received; None if it may fit.
 
     Args:
         needed: Memory for the update.
         free: Free memory of the device.
         bucket_bytes: Maximum size of a bucket.
         n_sharing_host: Processes that receive the same update into this memory.
-        remedy: Keys to change besides the size of a bucket.
+        cache_key: Full name of the key that determines the size of the KV cache.
+        cache_value: Its value.
     """
     if needed.in_place * n_sharing_host <= free:
-        return ""
+        return None
     each = f" for each of {n_sharing_host} processes" if n_sharing_host > 1 else ""
-    return (
+    return ResourceError(
         f"a weight update does not fit into the memory: it needs {needed.in_place / _GIB:.2f} GiB{each} "
         f"({needed.window_bytes / _GIB:.2f} for buckets, {needed.layer_bytes / _GIB:.2f} for the largest layer; "
-        f"{needed.double_buffered / _GIB:.2f} if it were kept aside), and {free / _GIB:.2f} GiB are free; lower "
-        f"actor_rollout_ref.rollout.update_weights_bucket_megabytes (now {bucket_bytes / (1 << 20):g}) or {remedy}"
+        f"{needed.double_buffered / _GIB:.2f} if it were kept aside), and {free / _GIB:.2f} GiB are free",
+        remedy=f"lower {_BUCKET_KEY} (now {bucket_bytes / (1 << 20):g}) or {cache_key} (now {cache_value})",
+        keys=(_BUCKET_KEY, cache_key),
     )

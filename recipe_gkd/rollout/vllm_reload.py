@@ -65,7 +65,8 @@ class ModelReload:
         if moved:
             raise WeightSyncError(
                 f"{len(moved)} weights of the rollout engine are not in their memory after a reload, such as "
-                f"{', '.join(moved[:_MAX_SHOWN_NAMES])}"
+                f"{', '.join(moved[:_MAX_SHOWN_NAMES])}",
+                tensors=tuple(moved),
             )
 
     def check_complete(self) -> None:
@@ -73,8 +74,9 @@ class ModelReload:
         if missing := sorted(self._expected - self._loaded):
             raise WeightSyncError(
                 f"{len(missing)} weights of the rollout engine were not received, such as "
-                f"{', '.join(missing[:_MAX_SHOWN_NAMES])}; the actor must export every weight of the model under its "
-                "Hugging Face name"
+                f"{', '.join(missing[:_MAX_SHOWN_NAMES])}",
+                remedy="the actor must export every weight of the model under its Hugging Face name",
+                tensors=tuple(missing),
             )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from recipe_gkd.diagnostics.stack_dumps import allow_stack_dumps
-from recipe_gkd.errors import WeightSyncError
+from recipe_gkd.errors import ResourceError, WeightSyncError
 from recipe_gkd.rollout.update_memory import (
     UpdateMemory,
     free_memory,
@@ -130,25 +130,23 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
             timeout_s=init_info.timeout_s,
         )
 
-    def memory_shortage(self, request: CheckMemory) -> str:
-        """Return a message if an update cannot fit into the free memory; empty if it may fit.
+    def memory_shortage(self, request: CheckMemory) -> ResourceError | None:
+        """Return an error if an update cannot fit into the free memory; None if it may fit.
 
         Raises:
             WeightSyncError: There is no transport.
         """
         cache = self.vllm_config.cache_config
         size = getattr(cache, "kv_cache_memory_bytes", None)
-        remedy = (
-            f"gpu_memory_utilization (now {cache.gpu_memory_utilization:g})"
-            if size is None
-            else f"kv_cache_memory_megabytes (now {size >> 20})"
-        )
+        key = "gpu_memory_utilization" if size is None else "kv_cache_memory_megabytes"
+        now = cache.gpu_memory_utilization if size is None else size >> 20
         return memory_shortage(
             self._update_memory(request.meta, request.bucket_bytes),
             free_memory(torch.device(self.device)),
             bucket_bytes=request.bucket_bytes,
             n_sharing_host=request.n_sharing_host,
-            remedy=remedy,
+            cache_key=f"actor_rollout_ref.rollout.{key}",
+            cache_value=now,
         )
 
     def start_weight_update(self) -> None:
@@ -212,7 +210,7 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
 
     def _joined(self) -> Transport:
         if self._transport is None:
-            raise WeightSyncError("this rollout worker has no weight transport; join one first")
+            raise WeightSyncError("this rollout worker has no weight transport", remedy="join one first")
         return self._transport
 
     def _update_memory(self, meta: Sequence[TensorMeta], bucket_bytes: int) -> UpdateMemory:

@@ -18,9 +18,10 @@ Methods with an ``engine`` parameter run on the engine's thread (``RolloutEngine
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipe_gkd.errors import ResourceError, WeightSyncError, WorkerDied
+from recipe_gkd.errors import GkdError, WeightSyncError, WorkerDied
 from recipe_gkd.rollout.update_outcome import UpdateOutcome
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.spec import TransportAddress
@@ -28,6 +29,35 @@ from recipe_gkd.weight_sync.stats import ReceivedUpdate
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine
+
+
+@dataclass(frozen=True)
+class Invalidity:
+    """Reason why an engine must not generate.
+
+    Attributes:
+        reason: Clause about the engine.
+        remedy: What makes the engine valid again, as an imperative clause.
+        tensors: Names of the weights, if the reason concerns single weights.
+    """
+
+    reason: str
+    remedy: str
+    tensors: tuple[str, ...] = ()
+
+    def error(self, worker: str, effect: str) -> WeightSyncError:
+        """Return the error of a worker whose engine is invalid.
+
+        Args:
+            worker: Label of the worker.
+            effect: Consequence for the caller, as a clause.
+        """
+        return WeightSyncError(
+            f"{effect}: {self.reason}", remedy=self.remedy, worker=worker, tensors=self.tensors, invalid=(worker,)
+        )
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}"
 
 
 class WeightUpdates:
@@ -42,40 +72,47 @@ class WeightUpdates:
         updates.commit(engine, version)                       # or updates.drop(engine)
 
     Args:
-        name: Name of the worker in error messages.
+        name: Label of the worker, for errors.
         n_sharing_host: Processes that receive the same update into the memory of this host.
 
     Attributes:
-        invalid_because: Reason why the engine must not generate; None if it may.
+        invalidity: Reason why the engine must not generate; None if it may.
     """
 
     def __init__(self, name: str, n_sharing_host: int = 1) -> None:
         self.name, self._n_sharing_host = name, n_sharing_host
-        self.invalid_because: str | None = "it has no weights version yet; run a complete weight sync first"
-        self._permanently_invalid_because: str | None = None
+        self.invalidity: Invalidity | None = Invalidity(
+            "it has no weights version yet", "run a complete weight sync first"
+        )
+        self._permanent_invalidity: Invalidity | None = None
         self._received: int | None = None
         self._memory_is_checked = False
 
+    @property
+    def invalid_because(self) -> str | None:
+        """Text of :attr:`invalidity`."""
+        return None if self.invalidity is None else str(self.invalidity)
+
     def ensure_valid(self) -> None:
-        """Raise :class:`WeightSyncError` if the engine must not generate."""
-        if self.invalid_because is not None:
-            raise WeightSyncError(f"{self.name} rejects requests: {self.invalid_because}")
+        """Raise :class:`WeightSyncError` if the engine must not generate. ``invalid`` has the name of this worker."""
+        if self.invalidity is not None:
+            raise self.invalidity.error(self.name, "the engine rejects requests")
 
     def set_version(self, engine: LLMEngine, version: int) -> None:
         """Declare the current weights of the engine to be ``version``."""
         engine.set_weight_version(str(version))
-        self.invalid_because = self._permanently_invalid_because
+        self.invalidity = self._permanent_invalidity
 
-    def invalidate(self, reason: str, *, permanently: bool = False) -> None:
+    def invalidate(self, invalidity: Invalidity, *, permanently: bool = False) -> None:
         """Reject requests from now on.
 
         Args:
-            reason: Reason for error messages, with a remedy.
+            invalidity: Reason for errors.
             permanently: If True, an update does not repair the engine.
         """
-        self.invalid_because = reason
+        self.invalidity = invalidity
         if permanently:
-            self._permanently_invalid_because = reason
+            self._permanent_invalidity = invalidity
 
     def join(
         self,
@@ -117,8 +154,8 @@ class WeightUpdates:
             return
         info = {"meta": list(meta), "bucket_bytes": bucket_bytes, "n_sharing_host": self._n_sharing_host}
         outcomes = self._call(engine, "gkd_check_memory", info)
-        if shortages := [outcome.shortage for outcome in outcomes if outcome.shortage]:
-            raise ResourceError(f"{self.name}: {shortages[0]}")
+        if shortages := [outcome.shortage for outcome in outcomes if outcome.shortage is not None]:
+            raise shortages[0].located(worker=self.name)
         self._memory_is_checked = True
 
     def receive(
@@ -169,11 +206,13 @@ class WeightUpdates:
         if self._received != version:
             self.drop(engine)
             raise WeightSyncError(
-                f"{self.name} cannot commit v{version}: it has received {self._received}; call receive_weights first"
+                f"v{version} cannot be committed: the worker has received {self._received}",
+                remedy="call receive_weights first",
+                worker=self.name,
             )
         self._received = None
         self._call(engine, "gkd_commit_weights")
-        self.invalid_because = "vLLM did not empty the prefix cache of the old weights; restart this worker"
+        self.invalidity = Invalidity("vLLM did not empty the prefix cache of the old weights", "restart this worker")
         if not engine.reset_prefix_cache(reset_running_requests=True):  # running requests compute their cache again
             self.ensure_valid()
         self.set_version(engine, version)
@@ -194,13 +233,30 @@ class WeightUpdates:
         self, engine: LLMEngine, method: str, *args: dict[str, object], reason: str | None = None
     ) -> list[UpdateOutcome]:
         outcomes: list[UpdateOutcome] = engine.collective_rpc(method, args=args)
-        errors = dict.fromkeys(outcome.error for outcome in outcomes if outcome.error)
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
         if any(outcome.has_mixed_weights for outcome in outcomes) and (errors or reason):
-            self.invalid_because = self.invalid_because or (
-                f"it may have mixed weights ({'; '.join(errors) or reason}); only a complete weight sync on a new "
-                "transport makes it valid again"
+            self.invalidity = self.invalidity or Invalidity(
+                f"it may have mixed weights ({_reasons(errors) or reason})",
+                "only a complete weight sync on a new transport makes it valid again",
             )
         if errors:
             is_unusable = any(outcome.is_unusable for outcome in outcomes)
-            raise (WorkerDied if is_unusable else WeightSyncError)(f"{self.name}: {'; '.join(errors)}")
+            raise _joined(errors, is_unusable=is_unusable).located(worker=self.name) from errors[0]
         return outcomes
+
+
+def _reasons(errors: Sequence[GkdError]) -> str:
+    return "; ".join(dict.fromkeys(error.what for error in errors))
+
+
+def _joined(errors: Sequence[GkdError], *, is_unusable: bool) -> WorkerDied | WeightSyncError:
+    """Return one error for the failures of all ranks. Phase, worker and remedy are those of the first."""
+    first, what = errors[0], _reasons(errors)
+    details = tuple(dict.fromkeys(line for error in errors for line in error.details))
+    if is_unusable:
+        return WorkerDied(what, remedy=first.remedy, phase=first.phase, worker=first.worker, details=details)
+    if not isinstance(first, WeightSyncError):
+        joined = WeightSyncError(what, remedy=first.remedy, phase=first.phase, worker=first.worker, details=details)
+        return joined.replaced(failures=tuple(errors))
+    names = (name for error in errors if isinstance(error, WeightSyncError) for name in error.tensors)
+    return first.replaced(what=what, details=details, tensors=tuple(dict.fromkeys(names)))

@@ -1,4 +1,4 @@
-"""Detection of a lack of memory, and the message about it: phase, memory in use, keys to change.
+"""Detection of a lack of memory, and the error about it: phase, memory in use, keys to change.
 
 Nothing here imports Ray, and torch is only used if the process has imported it already.
 """
@@ -11,45 +11,94 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from recipe_gkd.errors import GkdError, WorkerError
 
-Phase = Literal[
+W = TypeVar("W", bound=WorkerError)
+
+MemoryPhase = Literal[
     "start", "load", "generate", "update", "log-probabilities", "validation", "weight sync", "wake-up", "save"
 ]
+"""Work of a worker during which it can run out of memory."""
 
 MAX_BLOCKS_IN_MESSAGE = 5
 MAX_ERROR_CHARS = 400
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_STATES = (
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Changes of the configuration that lower the memory of a worker.
+
+    Attributes:
+        text: Clause for the user.
+        keys: Full names of the keys that it names.
+    """
+
+    text: str
+    keys: tuple[str, ...]
+
+
+def _any_of(*parts: Advice) -> Advice:
+    """Return several changes as alternatives."""
+    *texts, last = (part.text for part in parts)
+    return Advice(f"{', '.join(texts)}, or {last}", tuple(key for part in parts for key in part.keys))
+
+
+_STATES = Advice(
     f"divide or offload the states of the actor ({_ACTOR}.megatron.{{tensor_model_parallel_size,param_offload,"
     f"grad_offload,optimizer_offload}}, or {_ACTOR}.fsdp_config.{{fsdp_size,param_offload,optimizer_offload}} with "
-    "strategy=fsdp)"
-)
-_BUCKET = f"lower {_ROLLOUT}.update_weights_bucket_megabytes"
-_CACHE = f"lower {_ROLLOUT}.kv_cache_memory_megabytes or gpu_memory_utilization"
-_STEP = f"{_ROLLOUT}.max_num_seqs or max_num_batched_tokens"
-ADVICE: Mapping[tuple[str, Phase], str] = {
-    ("actor", "start"): f"{_STATES}, or give the actor more devices",
-    ("actor", "load"): f"{_STATES}, or give the actor more devices",
-    ("actor", "log-probabilities"): _STATES,
-    ("actor", "validation"): f"lower {_ACTOR}.max_token_len (micro_batch_size without use_dynamic_bsz), or {_STATES}",
-    ("actor", "update"): (
-        f"lower {_ACTOR}.max_token_len (micro_batch_size without use_dynamic_bsz), set gkd.fuse_lm_head=true, "
-        f"recompute activations ({_ACTOR}.megatron.override_transformer_config.{{recompute_granularity=full,"
-        f"recompute_method=uniform,recompute_num_layers=1}}, or {_ACTOR}.fsdp_config.gradient_checkpointing=true with "
-        f"strategy=fsdp), or {_STATES}"
+    "strategy=fsdp)",
+    (
+        *(f"{_ACTOR}.megatron.{key}" for key in ("tensor_model_parallel_size", "param_offload")),
+        *(f"{_ACTOR}.megatron.{key}" for key in ("grad_offload", "optimizer_offload")),
+        *(f"{_ACTOR}.fsdp_config.{key}" for key in ("fsdp_size", "param_offload", "optimizer_offload")),
     ),
-    ("actor", "weight sync"): f"{_BUCKET}, or {_STATES}",
-    ("actor", "save"): f"{_STATES}; a save also copies its tensors to host memory",
-    ("rollout", "start"): f"{_CACHE}, lower {_STEP}, or raise {_ROLLOUT}.tensor_model_parallel_size",
-    ("rollout", "generate"): f"lower {_STEP}, {_CACHE}, or raise {_ROLLOUT}.tensor_model_parallel_size",
-    ("rollout", "wake-up"): f"{_STATES}, {_CACHE}, or raise {_ROLLOUT}.tensor_model_parallel_size",
-    ("rollout", "weight sync"): f"{_BUCKET}, or {_CACHE}",
+)
+_MORE_DEVICES = Advice("give the actor more devices", ("trainer.n_gpus_per_node",))
+_MICRO_BATCH = Advice(
+    f"lower {_ACTOR}.max_token_len (micro_batch_size without use_dynamic_bsz)",
+    (f"{_ACTOR}.max_token_len", f"{_ACTOR}.micro_batch_size"),
+)
+_ACTIVATIONS = Advice(
+    f"{_MICRO_BATCH.text}, set gkd.fuse_lm_head=true, recompute activations ({_ACTOR}.megatron."
+    "override_transformer_config.{recompute_granularity=full,recompute_method=uniform,recompute_num_layers=1}, or "
+    f"{_ACTOR}.fsdp_config.gradient_checkpointing=true with strategy=fsdp)",
+    (
+        *_MICRO_BATCH.keys,
+        "gkd.fuse_lm_head",
+        f"{_ACTOR}.megatron.override_transformer_config",
+        f"{_ACTOR}.fsdp_config.gradient_checkpointing",
+    ),
+)
+_BUCKET_KEY = f"{_ROLLOUT}.update_weights_bucket_megabytes"
+_BUCKET = Advice(f"lower {_BUCKET_KEY}", (_BUCKET_KEY,))
+_CACHE = Advice(
+    f"lower {_ROLLOUT}.kv_cache_memory_megabytes or gpu_memory_utilization",
+    (f"{_ROLLOUT}.kv_cache_memory_megabytes", f"{_ROLLOUT}.gpu_memory_utilization"),
+)
+_STEP = Advice(
+    f"lower {_ROLLOUT}.max_num_seqs or max_num_batched_tokens",
+    (f"{_ROLLOUT}.max_num_seqs", f"{_ROLLOUT}.max_num_batched_tokens"),
+)
+_TENSOR_PARALLEL = Advice(f"raise {_ROLLOUT}.tensor_model_parallel_size", (f"{_ROLLOUT}.tensor_model_parallel_size",))
+ADVICE: Mapping[tuple[str, MemoryPhase], Advice] = {
+    ("actor", "start"): _any_of(_STATES, _MORE_DEVICES),
+    ("actor", "load"): _any_of(_STATES, _MORE_DEVICES),
+    ("actor", "log-probabilities"): _STATES,
+    ("actor", "validation"): _any_of(_MICRO_BATCH, _STATES),
+    ("actor", "update"): _any_of(_ACTIVATIONS, _STATES),
+    ("actor", "weight sync"): _any_of(_BUCKET, _STATES),
+    ("actor", "save"): Advice(f"{_STATES.text}; a save also copies its tensors to host memory", _STATES.keys),
+    ("rollout", "start"): _any_of(_CACHE, _STEP, _TENSOR_PARALLEL),
+    ("rollout", "generate"): _any_of(_STEP, _CACHE, _TENSOR_PARALLEL),
+    ("rollout", "wake-up"): _any_of(_STATES, _CACHE, _TENSOR_PARALLEL),
+    ("rollout", "weight sync"): _any_of(_BUCKET, _CACHE),
 }
-"""(Pool, phase) -> keys to change."""
+"""(Pool, phase) -> changes of the configuration."""
 
 _TEXTS = re.compile(
     r"(CUDA|HIP) out of memory|CUDA (driver )?[eE]rror: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
@@ -84,40 +133,76 @@ def find_out_of_memory(error: BaseException | None) -> BaseException | None:
 _TORCH_CLASSES = ("torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
 
 
-def describe(error: BaseException, sizes: Mapping[str, int] | None = None) -> str:
-    """Return the reason and the memory in use, for a message. Call it before memory is freed.
+def out_of_memory_error(
+    error: BaseException,
+    kind: type[W],
+    *,
+    pool: str,
+    phase: MemoryPhase,
+    worker: str = "",
+    sizes: Mapping[str, int] | None = None,
+) -> W:
+    """Return an error with the reason, the memory in use and the keys to change. Call it before memory is freed.
 
     Args:
         error: Error of :func:`is_out_of_memory`.
+        kind: Class of the result.
+        pool: ``"actor"`` or ``"rollout"``.
+        phase: Work of the worker.
+        worker: Label of the worker. Empty if the caller adds it.
         sizes: Sizes in bytes of the worker's largest tensors, by name, as far as they are known.
+
+    Returns:
+        Error with one line of ``details`` for the memory in use, and one for ``sizes``.
     """
+    found = ADVICE[pool, phase]
+    return kind(
+        f"out of memory ({reason_of(error)})",
+        phase=phase,
+        worker=worker,
+        keys=found.keys,
+        remedy=advice(pool, phase),
+        details=memory_details(sizes),
+    )
+
+
+def memory_details(sizes: Mapping[str, int] | None = None) -> tuple[str, ...]:
+    """Return the lines of an error about the memory in use, and about the sizes of tensors in descending order.
+
+    Args:
+        sizes: Sizes in bytes, by name.
+    """
+    memory = f"memory: {'; '.join(memory_in_use())}"
+    if not sizes:
+        return (memory,)
+    known = sorted(sizes.items(), key=lambda item: -item[1])
+    return memory, f"sizes: {', '.join(f'{name} {gib(size)}' for name, size in known)}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the class and the first line of the error that reports the lack of memory."""
     cause = find_out_of_memory(error) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    text = lines[0][:MAX_ERROR_CHARS].rstrip(".") if lines else "no message"
-    found = f"out of memory ({type(cause).__name__}: {text})\nmemory: {'; '.join(memory_in_use())}"
-    if sizes:
-        known = sorted(sizes.items(), key=lambda item: -item[1])
-        found += f"\nsizes: {', '.join(f'{name} {gib(size)}' for name, size in known)}"
-    return found
+    return f"{type(cause).__name__}: {lines[0][:MAX_ERROR_CHARS].rstrip('.') if lines else 'no message'}"
 
 
-def advice(pool: str, phase: Phase) -> str:
-    """Return the line of a message that names the keys to change."""
-    return f"to need less memory: {ADVICE[pool, phase]}"
+def advice(pool: str, phase: MemoryPhase) -> str:
+    """Return the clause that names the keys to change."""
+    return f"to need less memory: {ADVICE[pool, phase].text}"
 
 
 @contextmanager
 def out_of_memory_explained(
-    *, pool: str, phase: Phase, label: str, sizes: Callable[[], Mapping[str, int]] = dict
+    *, pool: str, phase: MemoryPhase, label: str, sizes: Callable[[], Mapping[str, int]] = dict
 ) -> Iterator[None]:
-    """Convert a lack of memory in the context into an error with :func:`describe` and :func:`advice`.
+    """Convert a lack of memory in the context into the error of :func:`out_of_memory_error`.
 
     The tensors of the frames that raised it are freed.
 
     Args:
         pool: ``"actor"`` or ``"rollout"``.
-        phase: What the worker does.
-        label: Name of the worker and its rank, for the message.
+        phase: Work of the worker.
+        label: Name of the worker and its rank.
         sizes: Returns the sizes in bytes of the worker's largest tensors, by name. Called after the failure.
 
     Raises:
@@ -129,9 +214,9 @@ def out_of_memory_explained(
         # Errors that the project raised on purpose already have a message.
         if isinstance(error, GkdError) or not is_out_of_memory(error):
             raise
-        message = f"{phase}: {label}: {describe(error, sizes())}\n{advice(pool, phase)}"
+        failure = out_of_memory_error(error, WorkerError, pool=pool, phase=phase, worker=label, sizes=sizes())
         free_frames(error)
-        raise WorkerError(message) from None
+        raise failure from None
 
 
 def free_frames(error: BaseException | None) -> None:

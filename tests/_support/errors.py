@@ -28,8 +28,20 @@ def raises(kind: type[E] | tuple[type[E], ...], /, **fields: object) -> Iterator
     """
     with pytest.raises(kind) as caught:
         yield caught
-    found = {name: getattr(caught.value, name) for name in fields}
-    assert found == fields, f"{type(caught.value).__name__}: {caught.value}"
+    check_error(caught.value, kind, **fields)
+
+
+def check_error(error: object, kind: type[E] | tuple[type[E], ...], **fields: object) -> None:
+    """Check the class and the data of an error that was returned, for example by a job of another process.
+
+    Args:
+        error: The error.
+        kind: Class, or several of them.
+        **fields: Expected values of attributes.
+    """
+    assert isinstance(error, kind), repr(error)
+    found = {name: getattr(error, name) for name in fields}
+    assert found == fields, f"{type(error).__name__}: {error}"
 
 
 def culprits(error: DetailedError) -> set[str]:

@@ -131,7 +131,7 @@ def journeys_of_step(calls: Sequence[Call]) -> dict[str, list[str]]:
         "received bucket": files(calls, ("engine",), BUCKETS, receive, commit),
         "save": files(calls, ("driver", "actor", "writer"), SAVES, save, end),
     }
-    remote = next(call for call in calls if call.time > score and "update_actors" in call.stack)
+    remote = next(call for call in calls if call.time > score and "Cluster.update" in call.stack)
     inside = next(call for call in calls if call.time > update and call.role == "actor" and call.stack)
     outside = takewhile(lambda name: name != "Trainer.loop", remote.stack)
     found["update chain"] = [*reversed(list(outside)), *reversed(inside.stack)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipe_gkd import errors
-from recipe_gkd.errors import ConfigError, DeadlineError, GkdError, WeightSyncError, WorkerError, find_timeout_error
+from recipe_gkd.errors import ConfigError, DeadlineError, GkdError, WeightSyncError, find_timeout_error
 from teacher import errors as teacher_errors
 from teacher.common.detailed_error import DetailedError
 from tests._support.errors import raises
@@ -56,7 +56,7 @@ class TestDetailedError:
 
     def test_field_that_the_class_lacks_is_refused(self) -> None:
         with pytest.raises(TypeError):
-            WorkerError("x").replaced(keys=("a",))
+            GkdError("x").replaced(keys=("a",))
 
     def test_project_error_is_caught_as_the_standard_one(self) -> None:
         with raises(ConfigError, keys=("a.b",)) as caught:

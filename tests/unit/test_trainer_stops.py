@@ -26,7 +26,7 @@ from recipe_gkd.teacher_routing import Routes
 from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation import read_validation
 from teacher.errors import TeacherUnavailable
-from tests.unit.test_validation import TOKENIZER, NoTeacher, Workers, make_config
+from tests.unit.test_validation import TOKENIZER, FakeCluster, NoTeacher, make_config
 
 ERRORS = {
     "reward": RewardError("the reward function failed"),
@@ -69,7 +69,7 @@ class Faults:
             raise ERRORS[stage]
 
 
-class FaultyWorkers(Workers):
+class FaultyCluster(FakeCluster):
     def __init__(self, faults: Faults) -> None:
         super().__init__()
         self.faults = faults
@@ -141,9 +141,10 @@ def make_trainer(config: Config, faults: Faults) -> StoppingTrainer:
     context = RewardContext(scorer, items, read_validation(config, TOKENIZER))
     teachers = FaultyTeacher(config, Routes(("default",)), {})
     teachers.faults = faults
-    workers: Any = FaultyWorkers(faults)
+    cluster: Any = FaultyCluster(faults)
+    cluster.config = config
     start = ResumeState(Progress(0, 0, len(data), config.data.seed, config.data.shuffle))
-    trainer = StoppingTrainer(config, workers, teachers, loader, start, context)
+    trainer = StoppingTrainer(config, cluster, teachers, loader, start, context)
     trainer.faults, trainer.stop = faults, StopRequest()
     return trainer
 
@@ -202,8 +203,8 @@ class TestBackgroundSave:
             make_config(tmp_path, *LENGTH, save, "trainer.save_freq=2", "trainer.test_freq=-1"), Faults()
         )
         trainer.stop_in = None
-        workers: Any = trainer.workers
-        call = workers.call
+        cluster: Any = trainer.cluster
+        call = cluster.call
 
         async def slow_writers(method: Any, *args: Any, timeout_s: float, phase: str) -> list[Any]:
             if method.__name__ == "finish_saves":
@@ -222,7 +223,7 @@ class TestBackgroundSave:
         async def actor_is_lost(error: BaseException) -> bool:
             return is_lost
 
-        workers.call, trainer.update, workers.actor_is_lost = slow_writers, fail_in_third, actor_is_lost
+        cluster.call, trainer.update, cluster.actor_is_lost = slow_writers, fail_in_third, actor_is_lost
         with pytest.raises(RewardError):
             fit(trainer)
         assert steps_of(tmp_path) == ([] if is_lost else [2])

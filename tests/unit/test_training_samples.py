@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe_gkd.checkpoints.state import Progress, ResumeState
+from recipe_gkd.cluster import Cluster
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
@@ -57,7 +58,7 @@ def configured(folder: Path, *overrides: str) -> Config:
     )
 
 
-class FakeWorkers:
+class FakeCluster(Cluster):
     """Rollout workers and a teacher that answer at once. ``deaths``: calls of generate in which the worker dies."""
 
     capacity = None
@@ -69,7 +70,8 @@ class FakeWorkers:
         self.generated: list[Prompt] = []
         self.scored: list[TeacherSequence] = []
         self.n_calls = self.n_replaced = 0
-        self.rollouts, self.weights, self.version = self, self, -1
+        members: Any = self
+        self.rollouts, self.weights, self.version = members, members, -1
 
     def __len__(self) -> int:
         return self.n_replicas
@@ -132,15 +134,16 @@ def build_ids(text: str) -> list[int]:
 
 
 def build_trainer(
-    config: Config, workers: FakeWorkers, scorer: RewardScorer | None = None, teacher: Any = None
+    config: Config, cluster: FakeCluster, scorer: RewardScorer | None = None, teacher: Any = None
 ) -> Trainer:
     data_set = read_data_set(config.data.train_files, config.data)
     data = PromptData(data_set, config.data, TOKENIZER, with_references=True)
     loader = PromptLoader(data, config.data, n=N, epochs=1, max_steps=None, sft_share=config.gkd.sft_share)
     reward_context = RewardContext(scorer, RewardItems(data, config.data, TOKENIZER)) if scorer else None
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
-    teachers = Teachers(config, Routes(("default",)), {"default": teacher or workers})
-    return Trainer(config, workers, teachers, loader, ResumeState(progress), reward_context)  # type: ignore[arg-type]
+    teachers = Teachers(config, Routes(("default",)), {"default": teacher or cluster})
+    cluster.config = config
+    return Trainer(config, cluster, teachers, loader, ResumeState(progress), reward_context)
 
 
 async def batches_of(trainer: Trainer) -> list[ReadyBatch]:
@@ -161,8 +164,8 @@ def test_reference_responses_are_trained_on_once_without_rollout_workers(
     tmp_path: Path, share: float, n_replicas: int, deaths: tuple[int, ...], target: str
 ) -> None:
     config = configured(tmp_path, f"gkd.sft_share={share}", f"gkd.sft_target={target}")
-    workers = FakeWorkers(n_replicas, deaths)
-    trainer = build_trainer(config, workers)
+    cluster = FakeCluster(n_replicas, deaths)
+    trainer = build_trainer(config, cluster)
     batches = asyncio.run(batches_of(trainer))
 
     samples = [sample for batch in batches for sample in batch.samples]
@@ -170,8 +173,8 @@ def test_reference_responses_are_trained_on_once_without_rollout_workers(
     sampled = [sample for sample in samples if not sample.is_reference]
     assert len(references) == share * ROWS and len(sampled) == (1 - share) * ROWS * N
     assert sorted({sample.prompt.row for sample in samples}) == list(range(ROWS))
-    assert sorted(prompt.uid for prompt in workers.generated) == [sample.prompt.uid for sample in sampled]
-    assert workers.n_replaced == len(deaths)
+    assert sorted(prompt.uid for prompt in cluster.generated) == [sample.prompt.uid for sample in sampled]
+    assert cluster.n_replaced == len(deaths)
     assert trainer.progress.prompts_trained == ROWS and trainer.progress.step == len(batches)
     for sample in references:
         assert sample.response.ids.tolist() == build_ids(str(sample.prompt.row))
@@ -179,20 +182,20 @@ def test_reference_responses_are_trained_on_once_without_rollout_workers(
         assert np.isneginf(sample.teacher.logps_TK).all() == (target == "data")
     for batch in batches:
         assert all(s.response.weights_version == batch.step for s in batch.samples if s.is_reference)
-    assert len(workers.scored) == len(sampled) + len(references) * (target == "teacher")
+    assert len(cluster.scored) == len(sampled) + len(references) * (target == "teacher")
 
 
 def test_sampled_prompts_are_assigned_evenly_among_reference_responses(tmp_path: Path) -> None:
-    workers = FakeWorkers(n_replicas=2)
-    asyncio.run(batches_of(build_trainer(configured(tmp_path, "gkd.sft_share=0.5"), workers)))
-    assert workers.n_calls == 2 * ROWS // BATCH  # Each batch has two sampled prompts, one for each worker.
+    cluster = FakeCluster(n_replicas=2)
+    asyncio.run(batches_of(build_trainer(configured(tmp_path, "gkd.sft_share=0.5"), cluster)))
+    assert cluster.n_calls == 2 * ROWS // BATCH  # Each batch has two sampled prompts, one for each worker.
 
 
 def test_rewards_are_of_sampled_responses_and_in_the_metrics(tmp_path: Path) -> None:
     path = reward_file(tmp_path, "score = float(response == ground_truth)\nreturn {'score': score, 'acc': 1 - score}")
     config = configured(tmp_path, "gkd.sft_share=0.5", "data.shuffle=false")
     with RewardScorer(settings(path)) as scorer:
-        batches = asyncio.run(batches_of(build_trainer(config, FakeWorkers(2), scorer)))
+        batches = asyncio.run(batches_of(build_trainer(config, FakeCluster(2), scorer)))
     for batch in batches:
         for sample in batch.samples:
             assert sample.reward == (None if sample.is_reference else float(str(sample.prompt.row) == SAMPLED))
@@ -214,7 +217,7 @@ def test_rewards_are_of_sampled_responses_and_in_the_metrics(tmp_path: Path) -> 
 
 
 def test_batch_of_reference_responses_has_no_metrics_of_sampled_ones(tmp_path: Path) -> None:
-    batch = asyncio.run(batches_of(build_trainer(configured(tmp_path, "gkd.sft_share=1.0"), FakeWorkers(1))))[0]
+    batch = asyncio.run(batches_of(build_trainer(configured(tmp_path, "gkd.sft_share=1.0"), FakeCluster(1))))[0]
     assert set(describe(batch, N)) == {
         "training/epoch",
         "training/samples",
@@ -224,7 +227,7 @@ def test_batch_of_reference_responses_has_no_metrics_of_sampled_ones(tmp_path: P
 
 
 def test_skipped_samples_keep_their_position_and_reward(tmp_path: Path) -> None:
-    class Unreliable(FakeWorkers):
+    class Unreliable(FakeCluster):
         def submit(
             self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
         ) -> Future[list[ScoredSequence]]:
@@ -238,7 +241,7 @@ def test_skipped_samples_keep_their_position_and_reward(tmp_path: Path) -> None:
     policy = "actor_rollout_ref.teacher.on_failure=skip_samples"
     config = configured(tmp_path, "gkd.sft_share=0.5", "gkd.sft_target=teacher", policy)
     with RewardScorer(settings(path)) as scorer:
-        trainer, undisturbed = (build_trainer(config, workers, scorer) for workers in (Unreliable(2), FakeWorkers(2)))
+        trainer, undisturbed = (build_trainer(config, cluster, scorer) for cluster in (Unreliable(2), FakeCluster(2)))
         batches, expected = (asyncio.run(batches_of(each)) for each in (trainer, undisturbed))
 
     def summary(batches: list[ReadyBatch]) -> list[tuple[int, int, float | None]]:
@@ -257,13 +260,13 @@ def test_teacher_and_reward_failures_keep_their_own_errors(tmp_path: Path) -> No
         async def score(self, items: Sequence[Any]) -> list[float]:
             raise RewardError("failed", function="the function")
 
-    class SilentTeacher(FakeWorkers):
+    class SilentTeacher(FakeCluster):
         def submit(
             self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
         ) -> Future[list[ScoredSequence]]:
             return Future()  # It is never set, and is canceled when the reward fails.
 
-    class FailingTeacher(FakeWorkers):
+    class FailingTeacher(FakeCluster):
         def submit(
             self, sequences: list[TeacherSequence], timeout_s: float, *, temperature: float
         ) -> Future[list[ScoredSequence]]:
@@ -271,9 +274,9 @@ def test_teacher_and_reward_failures_keep_their_own_errors(tmp_path: Path) -> No
 
     config = configured(tmp_path)
     with raises(RewardError, function="the function"):
-        asyncio.run(batches_of(build_trainer(config, FakeWorkers(1), FailingScorer(), SilentTeacher(1))))  # type: ignore[arg-type]
+        asyncio.run(batches_of(build_trainer(config, FakeCluster(1), FailingScorer(), SilentTeacher(1))))  # type: ignore[arg-type]
     with raises(TeacherError):
-        asyncio.run(batches_of(build_trainer(config, FakeWorkers(1), None, FailingTeacher(1))))
+        asyncio.run(batches_of(build_trainer(config, FakeCluster(1), None, FailingTeacher(1))))
 
 
 def test_batch_gets_advantages_before_it_is_divided(tmp_path: Path) -> None:
@@ -289,9 +292,9 @@ def test_batch_gets_advantages_before_it_is_divided(tmp_path: Path) -> None:
 
     path = "custom_reward_function.path=x.py"
     config = configured(tmp_path, "gkd.use_rl_loss=true", path, "gkd.norm_adv_by_std=false")
-    trainer = build_trainer(config, FakeWorkers(1), ByUid())  # type: ignore[arg-type]
+    trainer = build_trainer(config, FakeCluster(1), ByUid())  # type: ignore[arg-type]
     batch = asyncio.run(first_batch(trainer))
-    trainer.workers = SimpleNamespace(actors=None, sharding=SimpleNamespace(divide=divide))  # type: ignore[assignment]
+    trainer.cluster.sharding = SimpleNamespace(divide=divide)  # type: ignore[assignment]
     with raises(GkdError):
         asyncio.run(trainer.update(batch))
     assert advantages == [-0.5, 0.5] * BATCH
@@ -309,8 +312,8 @@ def test_limit_of_rows_follows_the_actor_ranks_to_other_nodes(tmp_path: Path, mo
     monkeypatch.setattr(setup, "store_bytes", lambda nodes: {node: stores[node] for node in nodes})
     scoring = ScoringPool({"default": ClientSpec("10.0.0.9", 1, {})}, "driver", lambda *_: None, per_node=1)
     scoring._start_on({"a": "10.0.0.1", "b": "10.0.0.2"})
-    trainer = build_trainer(configured(tmp_path), FakeWorkers(1))
-    trainer.workers.scoring = scoring
+    trainer = build_trainer(configured(tmp_path), FakeCluster(1))
+    trainer.cluster.scoring = scoring
     limits = []
     for home in ("a", "b"):
         scoring.homes = Homes((home,), (0,))

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from recipe_gkd.actor.checkpoint_files import (
     BACKEND,
     DESCRIPTION,
+    USE_ANOTHER,
     check_backend,
     check_contents,
     check_file_sizes,
@@ -91,7 +92,9 @@ def load_checkpoint(path: Path, model: FsdpModel, contents: Sequence[str], commo
     except CheckpointException as error:  # torch raises it on all ranks; it is a BaseException
         reasons = sorted({f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values()})
         raise CheckpointError(
-            f"{path} is damaged, or was saved by another version ({'; '.join(reasons)}); use another checkpoint"
+            f"{path} is damaged, or was saved by another version ({'; '.join(reasons)})",
+            remedy=USE_ANOTHER,
+            path=path,
         ) from error
     if with_optimizer:
         set_adam_steps(model, common["adam_steps"])
@@ -114,7 +117,9 @@ def _read_common(path: Path) -> dict[str, Any]:
         required = {"contents", "model", "ranks"}.union(*(FIELDS.get(part, ()) for part in common["contents"]))
         if missing := sorted(required - common.keys()):
             raise CheckpointError(
-                f"{path} is damaged: its {DESCRIPTION} has no {', '.join(missing)}; use another checkpoint"
+                f"{path} is damaged: its {DESCRIPTION} has no {', '.join(missing)}",
+                remedy=USE_ANOTHER,
+                path=path / DESCRIPTION,
             )
         metadata = FileSystemReader(path).read_metadata()
         check_file_sizes(path, metadata.storage_data.values())
@@ -132,7 +137,7 @@ def check_same_model(
     """Check that a checkpoint is of a model with the same dimensions and trained weights.
 
     Args:
-        path: Folder of the checkpoint, for messages.
+        path: Folder of the checkpoint.
         saved: Common part of the checkpoint, with its dimensions (``model``) and shapes of ``weights``.
         dims: Dimensions of the model to load it into.
         weights: Complete shapes of its trained weights, by name.
@@ -140,25 +145,24 @@ def check_same_model(
     Raises:
         CheckpointMismatch: A dimension, or the name or shape of a weight differs.
     """
-    differing = [
-        f"{name}: {value} there, {dims.get(name)} here"
-        for name, value in saved["model"].items()
-        if dims.get(name) != value
-    ]
-    if not differing:
+    names = [name for name, value in saved["model"].items() if dims.get(name) != value]
+    shown = [f"{name}: {saved['model'][name]} there, {dims.get(name)} here" for name in names]
+    if not names:
         names = sorted(
             name for name in saved["weights"].keys() | weights if saved["weights"].get(name) != weights.get(name)
         )
-        differing = [
+        shown = [
             f"weight {name}: {_shape(saved['weights'].get(name))} there, {_shape(weights.get(name))} here"
             for name in islice(names, MAX_LISTED_WEIGHTS)
         ]
         if len(names) > MAX_LISTED_WEIGHTS:
-            differing.append(f"{len(names) - MAX_LISTED_WEIGHTS} more weights differ")
-    if differing:
+            shown.append(f"{len(names) - MAX_LISTED_WEIGHTS} more weights differ")
+    if names:
         raise CheckpointMismatch(
-            f"{path} is a checkpoint of another model, or of other trained weights ({'; '.join(differing)}); use the "
-            "same actor_rollout_ref.model.path and settings of the actor, or another checkpoint"
+            f"{path} is a checkpoint of another model, or of other trained weights ({'; '.join(shown)})",
+            remedy="use the same actor_rollout_ref.model.path and settings of the actor, or another checkpoint",
+            path=path,
+            differing=tuple(names),
         )
 
 

@@ -47,7 +47,9 @@ class FsdpSave:
         try:
             dist_checkpoint.save(state, storage_writer=self._recorder, planner=planner)
         except CheckpointException as error:  # torch raises it on all ranks; it is a BaseException
-            raise CheckpointError(f"the save of the checkpoint to {path} cannot be planned: {error}") from error
+            raise CheckpointError(
+                f"the save of the checkpoint to {path} cannot be planned: {error}", path=path
+            ) from error
 
     def shard_functions(self) -> list[Callable[[], list[WriteResult]]]:
         """Copy tensors from a GPU to the host, and return the function that writes this rank's file."""

@@ -58,20 +58,24 @@ def load_sharded(
         ConfigError: ``wrap_policy`` or ``lora.target_modules`` names no module of the model.
     """
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    source, failure, names = None, None, None
+    source, names = None, None
+    failure: ModelError | None = None
     if dist.get_rank() == 0:
         try:
             source = _auto_model().from_pretrained(str(folder), local_files_only=True, **options)
             names = names_in_folder(source, folder)
+        except ModelError as error:
+            failure = error
         except (OSError, ValueError, KeyError, RuntimeError, WeightFileError) as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = ModelError(
+                f"transformers cannot load the model in {folder}: {type(error).__name__}: {error}",
+                remedy="check the folder with AutoModelForCausalLM.from_pretrained",
+                path=folder,
+            )
     results: list[Any] = [failure, names]
     dist.broadcast_object_list(results)
     if results[0] is not None:
-        raise ModelError(
-            f"transformers cannot load the model in {folder}: {results[0]}; check the folder with "
-            "AutoModelForCausalLM.from_pretrained"
-        )
+        raise results[0]
     with torch.device("meta"):
         module = _auto_model().from_config(load_hf_config(folder, trust_remote_code=trust_remote_code), **options)
     # transformers would give the embedding of the padding token no gradient. Here it is a token that can be sampled.
@@ -159,8 +163,9 @@ def _layers(module: Any, wrap_policy: Sequence[str] | None) -> list[nn.Module]:
     if not found and wrap_policy:
         known = sorted({type(part).__name__ for part in module.modules() if isinstance(part, nn.Module)})
         raise ConfigError(
-            f"{FSDP}.wrap_policy={list(wrap_policy)} names no module of {model_name(module)}; its module classes "
-            f"are {', '.join(known)}"
+            f"{FSDP}.wrap_policy={list(wrap_policy)} names no module of {model_name(module)}",
+            remedy=f"its module classes are {', '.join(known)}",
+            keys=(f"{FSDP}.wrap_policy",),
         )
     return found
 

@@ -76,8 +76,9 @@ def target_layers(model: Any, names: Sequence[str] | None) -> list[str]:
         known = sorted({name.rpartition(".")[2] for name in linear})
         raise ConfigError(
             f"{LORA}.target_modules={list(names)}: {type(model).__name__} has no linear layer "
-            f"{' or '.join(unknown)}, apart from the output layer, which cannot have an adapter; its linear layers are "
-            f"{', '.join(known)}"
+            f"{' or '.join(unknown)}, apart from the output layer, which cannot have an adapter",
+            remedy=f"its linear layers are {', '.join(known)}",
+            keys=(f"{LORA}.target_modules",),
         )
     return [each for each in linear if any(each in found for found in ending.values())]
 

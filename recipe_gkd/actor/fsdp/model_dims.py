@@ -81,7 +81,11 @@ def read_causal_lm_dims(path: str | Path, *, trust_remote_code: bool = False) ->
     _check_stored_as_trained((hf.model_type, text.model_type), path)
     vocab_size = _number(text, "vocab_size")
     if not vocab_size:
-        raise ModelError(f"{path}: config.json has no vocab_size; expected the number of rows of the output layer")
+        raise ModelError(
+            f"{path}: config.json has no vocab_size; expected the number of rows of the output layer",
+            path=Path(path),
+            names=("vocab_size",),
+        )
     heads, hidden = _number(text, "num_attention_heads"), _number(text, "hidden_size")
     kv_heads = _n_kv_heads(text, heads)
     head_dim = _number(text, "head_dim", "hidden_size_per_head") or (hidden // heads if heads else 0)
@@ -103,11 +107,15 @@ def read_causal_lm_dims(path: str | Path, *, trust_remote_code: bool = False) ->
 def _check_not_quantized(content: Mapping[str, Any], path: str | Path) -> None:
     parts = [content, *(part for part in content.values() if isinstance(part, dict))]
     for part in parts:
-        if found := part.get("quantization_config") or part.get("compression_config"):
+        for name in ("quantization_config", "compression_config"):
+            if not (found := part.get(name)):
+                continue
             method = found.get("quant_method") if isinstance(found, dict) else found
             raise ModelError(
-                f"{path} has quantized weights (quant_method={method} in config.json), which cannot be trained; use "
-                "the model's folder with bfloat16 or float32 weights"
+                f"{path} has quantized weights (quant_method={method} in config.json), which cannot be trained",
+                remedy="use the model's folder with bfloat16 or float32 weights",
+                path=Path(path),
+                names=(name,),
             )
 
 
@@ -118,8 +126,11 @@ def _check_is_causal_lm(hf: PretrainedConfig, path: str | Path, *, trust_remote_
     if hf.is_encoder_decoder or not (hf.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or has_own_class):
         raise ModelError(
             f"{path} is a {hf.model_type!r} model, which transformers does not load as a decoder with "
-            "AutoModelForCausalLM; actor_rollout_ref.actor.strategy=fsdp needs a causal language model, such as Llama, "
-            "Gemma or OPT (for code in the model folder set actor_rollout_ref.model.trust_remote_code=true)"
+            "AutoModelForCausalLM",
+            remedy="actor_rollout_ref.actor.strategy=fsdp needs a causal language model, such as Llama, Gemma or OPT "
+            "(for code in the model folder set actor_rollout_ref.model.trust_remote_code=true)",
+            path=Path(path),
+            names=("model_type",),
         )
 
 
@@ -130,7 +141,10 @@ def _check_dense(text: PretrainedConfig, path: str | Path) -> None:
             raise ModelError(
                 f"{path} is a mixture-of-experts model ({text.model_type}, {name}={value} in config.json), which "
                 "actor_rollout_ref.actor.strategy=fsdp does not train, because transformers fuses the weights of the "
-                "experts; choose a dense model, or strategy=megatron for Qwen2-MoE, Qwen3-MoE or Mixtral"
+                "experts",
+                remedy="choose a dense model, or strategy=megatron for Qwen2-MoE, Qwen3-MoE or Mixtral",
+                path=Path(path),
+                names=(name,),
             )
 
 
@@ -152,7 +166,10 @@ def _check_stored_as_trained(model_types: tuple[str, ...], path: str | Path) -> 
         if any(isinstance(step, WeightConverter) for step in get_checkpoint_conversion_mapping(model_type) or ()):
             raise ModelError(
                 f"{path} is a {model_type!r} model, whose weights transformers splits or joins when it loads them; "
-                "actor_rollout_ref.actor.strategy=fsdp cannot send them to the rollout engine; choose another model"
+                "actor_rollout_ref.actor.strategy=fsdp cannot send them to the rollout engine",
+                remedy="choose another model",
+                path=Path(path),
+                names=("model_type",),
             )
 
 

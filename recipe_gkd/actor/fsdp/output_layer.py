@@ -85,6 +85,7 @@ def ensure_output_layer_is_last(model: Any, device: torch.device) -> None:
     if has_bias or output is not rows.hidden_1TD:
         reason = "has a bias" if has_bias else "is followed by other operations, such as a soft cap"
         raise ModelError(
-            f"gkd.fuse_lm_head=true cannot be used, because the output layer of {model_name(model)} {reason}; set "
-            "gkd.fuse_lm_head=false"
+            f"gkd.fuse_lm_head=true cannot be used, because the output layer of {model_name(model)} {reason}",
+            remedy="set gkd.fuse_lm_head=false",
+            names=("bias",) if has_bias else (),
         )

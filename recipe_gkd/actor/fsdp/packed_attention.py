@@ -164,7 +164,8 @@ def _check(
     if unsupported := sorted(given - SCORE_OPTIONS):
         raise ModelError(
             f"{type(module).__name__} passes {', '.join(unsupported)} to its attention function; packed rows support "
-            "causal attention with the options sliding_window, softcap and s_aux"
+            "causal attention with the options sliding_window, softcap and s_aux",
+            names=tuple(unsupported),
         )
     if query.size(0) != 1 or key.shape[::2] != query.shape[::2]:
         raise ModelError(

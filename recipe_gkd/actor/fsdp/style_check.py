@@ -108,8 +108,8 @@ def choose_style(model: Any, *, device: torch.device, dtype: torch.dtype) -> Sty
         is_finite, reason = _on_all_ranks(device, lambda: _check_finite(probe))
         if not is_finite:
             raise ModelError(
-                f"{model_name(model)} in {dtype}: {reason}; check the weights, or set "
-                "actor_rollout_ref.actor.fsdp_config.dtype=float32"
+                f"{model_name(model)} in {dtype}: {reason}",
+                remedy="check the weights, or set actor_rollout_ref.actor.fsdp_config.dtype=float32",
             )
         if is_switchable:
             kernel, reason = _on_all_ranks(device, lambda: _check_packed(probe, device, dtype))
@@ -126,10 +126,11 @@ def choose_style(model: Any, *, device: torch.device, dtype: torch.dtype) -> Sty
                 warnings = [slower, *_rope_warnings(model)]
                 return StyleChoice(style=RowStyle.PADDED, kernel=AttentionKernel.SDPA_BLOCKS, warnings=warnings)
             reasons[f"{RowStyle.PADDED.value} ({name})"] = reason
-    details = "; ".join(f"{form}: {reason}" for form, reason in reasons.items())
     raise ModelError(
         f"{model_name(model)} cannot be trained with actor_rollout_ref.actor.strategy=fsdp, because several sequences "
-        f"at a time give other results than each of them alone ({details}); use another student"
+        "at a time give other results than each of them alone",
+        remedy="use another student",
+        details=tuple(f"{form}: {reason}" for form, reason in reasons.items()),
     )
 
 
@@ -233,7 +234,7 @@ def _on_all_ranks(device: torch.device, check: Callable[[], _Result]) -> tuple[_
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - code of any model, which may not be prepared for the arguments
-        reason = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+        reason = error.what if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
     failed = torch.tensor(float(result is None), device=device)
     if dist.is_initialized():
         dist.all_reduce(failed, dist.ReduceOp.MAX)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipe_gkd.actor.fsdp.lora import base_state, layers_by_weight, merged_weight
+from recipe_gkd.errors import ModelError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from teacher.weight_files import WeightFileError, open_weights, weight_files
+from teacher.weight_files import open_weights, weight_files
 
 _MAX_SHOWN_NAMES = 3
 
@@ -32,7 +33,8 @@ def names_in_folder(model: Any, folder: Path) -> dict[str, str]:
         folder: Hugging Face folder with safetensors files.
 
     Raises:
-        WeightFileError: A parameter of the model is not in the folder, or a weight file cannot be read.
+        ModelError: A parameter of the model is not in the folder. ``names`` has its name.
+        WeightFileError: A weight file cannot be read.
     """
     state = model.state_dict(keep_vars=True)
     stored = _stored_names(model, state, folder)
@@ -47,8 +49,10 @@ def names_in_folder(model: Any, folder: Path) -> dict[str, str]:
             missing.append(names[0])
     if missing:
         shown = ", ".join(missing[:_MAX_SHOWN_NAMES])
-        raise WeightFileError(
-            f"the weight files of {folder} lack {len(missing)} weights of {type(model).__name__}, such as {shown}"
+        raise ModelError(
+            f"the weight files of {folder} lack {len(missing)} weights of {type(model).__name__}, such as {shown}",
+            path=folder,
+            names=tuple(missing),
         )
     return exported
 

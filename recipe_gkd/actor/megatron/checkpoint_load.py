@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from recipe_gkd.actor.checkpoint_files import (
     BACKEND,
+    USE_ANOTHER,
     check_backend,
     check_contents,
     check_file_sizes,
@@ -77,8 +78,9 @@ def load_checkpoint(path: Path, model: MegatronModel, contents: Sequence[str], c
     except (CheckpointException, CheckpointingException) as error:  # torch compares the results of all ranks
         reasons = [f"{type(e).__name__}: {e}" for e, _ in getattr(error, "failures", {}).values()] or [str(error)]
         raise CheckpointError(
-            f"{path} is damaged, or was saved by another version ({'; '.join(sorted(set(reasons)))}); use another "
-            "checkpoint"
+            f"{path} is damaged, or was saved by another version ({'; '.join(sorted(set(reasons)))})",
+            remedy=USE_ANOTHER,
+            path=path,
         ) from error
 
     for number, chunk in enumerate(model.chunks):
@@ -105,7 +107,7 @@ def _read_common(path: Path) -> dict[str, Any]:
         common = dist_checkpointing.load_common_state_dict(str(path))
         metadata = FileSystemReader(path).read_metadata()
         if "about" not in common or metadata.storage_data is None:
-            raise CheckpointError(f"{path} was not written by recipe_gkd; use another checkpoint")
+            raise CheckpointError(f"{path} was not written by recipe_gkd", remedy=USE_ANOTHER, path=path)
         check_file_sizes(path, metadata.storage_data.values())
     return common | {BACKEND: STRATEGY}
 
@@ -114,7 +116,7 @@ def check_same_dims(path: Path, saved: Mapping[str, Any], dims: ModelDims) -> No
     """Check that a checkpoint is of a model with the same dimensions.
 
     Args:
-        path: Folder of the checkpoint, for messages.
+        path: Folder of the checkpoint.
         saved: Fields of ``ModelDims`` in the checkpoint, by name.
         dims: Dimensions of the model to load it into.
 
@@ -126,11 +128,14 @@ def check_same_dims(path: Path, saved: Mapping[str, Any], dims: ModelDims) -> No
     if unknown := sorted(saved.keys() - own.keys()):
         raise CheckpointMismatch(
             f"{path} has dimensions of the model that this version of recipe_gkd does not support "
-            f"({', '.join(f'{name}: {saved[name]}' for name in unknown)}); use the version that saved it, or another "
-            "checkpoint"
+            f"({', '.join(f'{name}: {saved[name]}' for name in unknown)})",
+            remedy="use the version that saved it, or another checkpoint",
+            path=path,
+            differing=tuple(unknown),
         )
-    if differing := [f"{name}: {value} there, {own[name]} here" for name, value in saved.items() if own[name] != value]:
-        raise CheckpointMismatch(f"{path} is a checkpoint of another model ({'; '.join(differing)})")
+    if differing := tuple(name for name, value in saved.items() if own[name] != value):
+        values = "; ".join(f"{name}: {saved[name]} there, {own[name]} here" for name in differing)
+        raise CheckpointMismatch(f"{path} is a checkpoint of another model ({values})", path=path, differing=differing)
 
 
 def _check_matches(path: Path, about: dict[str, Any], model: MegatronModel, contents: Sequence[str]) -> None:
@@ -139,6 +144,8 @@ def _check_matches(path: Path, about: dict[str, Any], model: MegatronModel, cont
     kind = optimizer_kind(model)
     if "optimizer" in contents and about["optimizer_kind"] != kind:
         raise CheckpointMismatch(
-            f"{path}: its optimizer state was saved with {about['optimizer_kind']}, this run has {kind}; use the "
-            "same settings, or remove optimizer from actor_rollout_ref.actor.checkpoint.load_contents"
+            f"{path}: its optimizer state was saved with {about['optimizer_kind']}, this run has {kind}",
+            remedy="use the same settings, or remove optimizer from actor_rollout_ref.actor.checkpoint.load_contents",
+            path=path,
+            differing=("optimizer_kind",),
         )

@@ -65,7 +65,8 @@ def ddp_config(config: MegatronConfig, *, overlaps: bool) -> DistributedDataPara
     overrides = checked_overrides(SECTION, config.override_ddp_config, DistributedDataParallelConfig, FIXED_DDP_FIELDS)
     bucket_size = overrides.get("bucket_size")
     if bucket_size is not None and bucket_size < 1:
-        raise ConfigError(f"{MEGATRON}.{SECTION}.bucket_size={bucket_size}: expected a number of parameters, or null")
+        key = f"{MEGATRON}.{SECTION}.bucket_size"
+        raise ConfigError(f"{key}={bucket_size}: expected a number of parameters, or null", keys=(key,))
     values = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": config.use_distributed_optimizer,
@@ -75,7 +76,13 @@ def ddp_config(config: MegatronConfig, *, overlaps: bool) -> DistributedDataPara
     if options.overlap_param_gather and not (options.use_distributed_optimizer and options.overlap_grad_reduce):
         raise ConfigError(
             f"{MEGATRON}.{SECTION}.overlap_param_gather=true needs {MEGATRON}.use_distributed_optimizer=true and "
-            f"{SECTION}.overlap_grad_reduce=true; set both, or remove it"
+            f"{SECTION}.overlap_grad_reduce=true",
+            remedy="set both, or remove it",
+            keys=(
+                f"{MEGATRON}.{SECTION}.overlap_param_gather",
+                f"{MEGATRON}.use_distributed_optimizer",
+                f"{MEGATRON}.{SECTION}.overlap_grad_reduce",
+            ),
         )
     if bucket_size is not None and not options.overlap_grad_reduce:
         log.warning(f"{MEGATRON}.{SECTION}.bucket_size has no effect without overlap_grad_reduce=true")

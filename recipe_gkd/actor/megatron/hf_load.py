@@ -87,7 +87,10 @@ def load_hf(path: str | Path, chunks: Sequence[GPTModel], dims: ModelDims, layou
                 target.copy_(shard)
                 unfilled.pop(id(target), None)
     if unfilled:
-        raise ModelError(f"{path}: the folder has no weights for these parameters: {', '.join(unfilled.values())}")
+        names = tuple(unfilled.values())
+        raise ModelError(
+            f"{path}: the folder has no weights for these parameters: {', '.join(names)}", path=Path(path), names=names
+        )
 
 
 class _FolderReader:
@@ -103,23 +106,30 @@ class _FolderReader:
         try:
             file_of = read_index(folder)
         except WeightFileError as error:
-            raise ModelError(str(error)) from error
+            raise ModelError(str(error), path=folder / INDEX_NAME) from error
         if file_of is None:
             if not single.is_file():
                 raise ModelError(
-                    f"no {single.name} or {INDEX_NAME} in {folder}; save the model in that format (save_pretrained "
-                    "does)"
+                    f"no {single.name} or {INDEX_NAME} in {folder}",
+                    remedy="save the model in that format (save_pretrained does)",
+                    path=folder,
                 )
             file_of = dict.fromkeys(self._handle(single.name).keys(), single.name)
         self._file_of = file_of
 
     def expect(self, name: str, size: tuple[int, ...]) -> None:
         if name not in self._file_of:
-            raise ModelError(f"{self._folder}: there is no tensor {name}, expected according to config.json")
+            raise ModelError(
+                f"{self._folder}: there is no tensor {name}, expected according to config.json",
+                path=self._folder,
+                names=(name,),
+            )
         shape = tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
         if shape != size:
             raise ModelError(
-                f"{self._folder}: tensor {name} has shape {shape}, expected {size} according to config.json"
+                f"{self._folder}: tensor {name} has shape {shape}, expected {size} according to config.json",
+                path=self._folder / self._file_of[name],
+                names=(name,),
             )
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
@@ -130,5 +140,5 @@ class _FolderReader:
             try:
                 self._open[file] = self._stack.enter_context(open_weights(self._folder / file, framework="pt"))
             except WeightFileError as error:
-                raise ModelError(str(error)) from error
+                raise ModelError(str(error), path=self._folder / file) from error
         return self._open[file]

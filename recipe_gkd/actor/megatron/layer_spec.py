@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.megatron.gated_silu import GatedSilu
 from recipe_gkd.actor.megatron.packed_attention import PackedAttention, attention_kernel
-from recipe_gkd.actor.megatron.transformer_impl import REMEDY, installed_version
+from recipe_gkd.actor.megatron.transformer_impl import KEY, REMEDY, installed_version
 from recipe_gkd.errors import ConfigError
 
 
@@ -79,7 +79,9 @@ def ensure_megatron_supports_te() -> None:
     if not gpt_layer_specs.HAVE_TE:
         raise ConfigError(
             f"megatron-core cannot use Transformer Engine {installed_version()}, because a name that it imports is "
-            f"missing there; {REMEDY}"
+            "missing there",
+            remedy=REMEDY,
+            keys=(KEY,),
         )
 
 

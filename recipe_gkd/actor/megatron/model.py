@@ -142,8 +142,9 @@ def _build_config(
         if not overrides:
             raise
         raise ConfigError(
-            f"{MEGATRON}.override_transformer_config={overrides}: Megatron refuses these values: {error}; correct or "
-            "remove them"
+            f"{MEGATRON}.override_transformer_config={overrides}: Megatron refuses these values: {error}",
+            remedy="correct or remove them",
+            keys=(f"{MEGATRON}.override_transformer_config",),
         ) from error
 
 

@@ -78,8 +78,10 @@ def read_model_dims(path: str | Path, *, trust_remote_code: bool = False) -> Mod
     # The family is compared first, because transformers raises an error for a type that it does not support.
     if family not in FAMILIES:
         raise ModelError(
-            f"{path} is a {family!r} model; the actor supports: {', '.join(FAMILIES)}; for another dense causal "
-            "language model set actor_rollout_ref.actor.strategy=fsdp"
+            f"{path} is a {family!r} model; the actor supports: {', '.join(FAMILIES)}",
+            remedy="for another dense causal language model set actor_rollout_ref.actor.strategy=fsdp",
+            path=Path(path),
+            names=("model_type",),
         )
     hf = load_hf_config(path, trust_remote_code=trust_remote_code)
     _check_supported(hf, path)
@@ -144,8 +146,13 @@ def _check_supported(hf: PretrainedConfig, path: str | Path) -> None:
         # Megatron cannot normalize the weight of a single expert to 1.
         "num_experts_per_tok": (moe := _read_moe(hf)) is not None and moe.normalized and moe.top_k == 1,
     }
-    if values := [f"{name}={getattr(hf, name)}" for name, found in is_unsupported.items() if found]:
-        raise ModelError(f"{path}: {', '.join(values)} in config.json is not supported for a {hf.model_type} student")
+    if names := tuple(name for name, found in is_unsupported.items() if found):
+        values = ", ".join(f"{name}={getattr(hf, name)}" for name in names)
+        raise ModelError(
+            f"{path}: {values} in config.json is not supported for a {hf.model_type} student",
+            path=Path(path),
+            names=names,
+        )
 
 
 def _rope(hf: PretrainedConfig, path: str | Path) -> dict[str, Any]:
@@ -155,14 +162,18 @@ def _rope(hf: PretrainedConfig, path: str | Path) -> dict[str, Any]:
     if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ModelError(
             f"{path}: partial_rotary_factor={rope['partial_rotary_factor']} in config.json is not supported; expected "
-            "1, because all channels of a head are rotated"
+            "1, because all channels of a head are rotated",
+            path=Path(path),
+            names=("partial_rotary_factor",),
         )
     if rope["rope_type"] == "default":
         return rope
     if rope["rope_type"] != "llama3" or any(rope.get(name) != value for name, value in LLAMA3_ROPE.items()):
         raise ModelError(
             f"{path}: rotary scaling {rope} is not supported; expected none, or type llama3 with {LLAMA3_ROPE} "
-            "and any factor"
+            "and any factor",
+            path=Path(path),
+            names=("rope_parameters",),
         )
     return rope
 
@@ -180,7 +191,8 @@ def ensure_layout_fits(dims: ModelDims, config: MegatronConfig) -> None:
     if any(number % tp for number in (dims.heads, dims.kv_heads, *ffn)):
         raise ConfigError(
             f"{MEGATRON}.tensor_model_parallel_size is {tp}; it must divide the model's {dims.heads} heads, "
-            f"{dims.kv_heads} key/value heads and {' and '.join(map(str, ffn)) or 'no'} feed-forward columns"
+            f"{dims.kv_heads} key/value heads and {' and '.join(map(str, ffn)) or 'no'} feed-forward columns",
+            keys=_keys("tensor_model_parallel_size"),
         )
     _check_experts(dims.moe, config)
     stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
@@ -189,7 +201,8 @@ def ensure_layout_fits(dims: ModelDims, config: MegatronConfig) -> None:
     if dims.layers % stages:
         raise ConfigError(
             f"{dims.layers} layers cannot be divided equally into {stages} pipeline stages "
-            "(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size)"
+            "(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size)",
+            keys=_keys("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
         )
     if dims.moe is not None:
         _check_stages_have_experts(dims.moe.layers, config.pipeline_model_parallel_size, stages)
@@ -206,9 +219,14 @@ def ensure_heads_fit_context(dims: ModelDims, config: MegatronConfig) -> None:
     if heads % cp or (kv_heads % cp and cp % kv_heads):
         raise ConfigError(
             f"{MEGATRON}.context_parallel_size is {cp}; it must divide the {heads} heads of a tensor-parallel rank, "
-            f"and divide its {kv_heads} key/value heads or be a multiple of them; choose another size, or change "
-            "tensor_model_parallel_size"
+            f"and divide its {kv_heads} key/value heads or be a multiple of them",
+            remedy="choose another size, or change tensor_model_parallel_size",
+            keys=_keys("context_parallel_size", "tensor_model_parallel_size"),
         )
+
+
+def _keys(*names: str) -> tuple[str, ...]:
+    return tuple(f"{MEGATRON}.{name}" for name in names)
 
 
 def _tensor_parallel_ffn(dims: ModelDims) -> list[int]:
@@ -226,23 +244,29 @@ def _check_experts(moe: MoEConfig | None, config: MegatronConfig) -> None:
         if ep > 1 or (etp or 1) > 1:
             raise ConfigError(
                 f"{MEGATRON}.expert_model_parallel_size={ep}, expert_tensor_parallel_size={etp}: the student has no "
-                "experts; set them to 1 and null"
+                "experts",
+                remedy="set them to 1 and null",
+                keys=_keys("expert_model_parallel_size", "expert_tensor_parallel_size"),
             )
         return
     if moe.experts % ep:
         raise ConfigError(
-            f"{MEGATRON}.expert_model_parallel_size is {ep}; it must divide the model's {moe.experts} experts"
+            f"{MEGATRON}.expert_model_parallel_size is {ep}; it must divide the model's {moe.experts} experts",
+            keys=_keys("expert_model_parallel_size"),
         )
     if moe.ffn % (etp or tp):
         raise ConfigError(
             f"{MEGATRON}.expert_tensor_parallel_size is {etp or tp}"
             f"{'' if etp else ' (from tensor_model_parallel_size)'}; it must divide the {moe.ffn} feed-forward columns "
-            "of an expert, or be 1"
+            "of an expert, or be 1",
+            keys=_keys("expert_tensor_parallel_size"),
         )
     if tp > 1 and not config.sequence_parallel:
         raise ConfigError(
             f"{MEGATRON}.tensor_model_parallel_size={tp} without sequence_parallel: a mixture-of-experts model "
-            f"needs both; set {MEGATRON}.sequence_parallel=true"
+            "needs both",
+            remedy=f"set {MEGATRON}.sequence_parallel=true",
+            keys=_keys("sequence_parallel", "tensor_model_parallel_size"),
         )
 
 
@@ -253,6 +277,8 @@ def _check_stages_have_experts(layers: tuple[bool, ...], ranks: int, stages: int
         if not any(any(layers[stage * per_stage :][:per_stage]) for stage in range(rank, stages, ranks)):
             raise ConfigError(
                 f"{MEGATRON}.pipeline_model_parallel_size={ranks}: pipeline rank {rank} would have dense layers only, "
-                "while other ranks have experts; choose fewer stages (layers with experts: "
-                f"{', '.join(str(number) for number, is_moe in enumerate(layers) if is_moe)})"
+                "while other ranks have experts",
+                remedy="choose fewer stages (layers with experts: "
+                f"{', '.join(str(number) for number, is_moe in enumerate(layers) if is_moe)})",
+                keys=_keys("pipeline_model_parallel_size"),
             )

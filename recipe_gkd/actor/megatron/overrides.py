@@ -32,16 +32,28 @@ def checked_overrides(
     """
     prefix = f"{MEGATRON}.{section}"
     for name in sorted(fixed.keys() & overrides.keys()):
-        raise ConfigError(f"{prefix}.{name}={overrides[name]} is not allowed, because {fixed[name]}; remove it")
+        raise ConfigError(
+            f"{prefix}.{name}={overrides[name]} is not allowed, because {fixed[name]}",
+            remedy="remove it",
+            keys=(f"{prefix}.{name}",),
+        )
     names = [field.name for field in dataclasses.fields(target) if field.init]
     hints = get_type_hints(target) if overrides else {}
     for name, value in overrides.items():
         if name not in names:
             closest = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {closest[0]}?" if closest else f"see megatron.core's class {target.__name__}"
-            raise ConfigError(f"{prefix}.{name} is unknown: {hint}")
+            raise ConfigError(
+                f"{prefix}.{name} is unknown: {hint}",
+                keys=(f"{prefix}.{name}",),
+                suggestions=tuple(f"{prefix}.{known}" for known in closest),
+            )
         if expected := _type_problem(hints[name], value):
-            raise ConfigError(f"{prefix}.{name}={value}: {expected}; see megatron.core's class {target.__name__}")
+            raise ConfigError(
+                f"{prefix}.{name}={value}: {expected}",
+                remedy=f"see megatron.core's class {target.__name__}",
+                keys=(f"{prefix}.{name}",),
+            )
     return dict(overrides)
 
 

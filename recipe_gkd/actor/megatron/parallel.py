@@ -10,6 +10,9 @@ from recipe_gkd.actor.ranks import Layout, RankSpec, collective_timeout_s, join_
 from recipe_gkd.config.schema import Config, MegatronConfig
 from recipe_gkd.errors import ConfigError
 
+MEGATRON = "actor_rollout_ref.actor.megatron"
+REMEDY = f"start a multiple of that, or change {MEGATRON}"
+
 
 def check_world_size(config: MegatronConfig, world_size: int) -> None:
     """Check that complete copies of the model fill all ranks.
@@ -26,16 +29,22 @@ def check_world_size(config: MegatronConfig, world_size: int) -> None:
     if world_size % (tp * cp * pp):
         raise ConfigError(
             f"{world_size} actor ranks cannot hold complete copies of a model that needs tensor {tp} x context {cp} x "
-            f"pipeline {pp} = {tp * cp * pp} ranks; start a multiple of that, or change "
-            "actor_rollout_ref.actor.megatron"
+            f"pipeline {pp} = {tp * cp * pp} ranks",
+            remedy=REMEDY,
+            keys=_keys("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"),
         )
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size or tp
     if world_size % (etp * ep * pp):
         raise ConfigError(
             f"{world_size} actor ranks cannot hold complete sets of experts that need expert tensor {etp} x expert "
-            f"{ep} x pipeline {pp} = {etp * ep * pp} ranks; start a multiple of that, or change "
-            "actor_rollout_ref.actor.megatron"
+            f"{ep} x pipeline {pp} = {etp * ep * pp} ranks",
+            remedy=REMEDY,
+            keys=_keys("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size"),
         )
+
+
+def _keys(*names: str) -> tuple[str, ...]:
+    return tuple(f"{MEGATRON}.{name}" for name in names)
 
 
 def init_parallel(config: Config, spec: RankSpec) -> Layout:
@@ -50,7 +59,7 @@ def init_parallel(config: Config, spec: RankSpec) -> Layout:
         Coordinates of this rank.
 
     Raises:
-        DeadlineError: A rank did not reach the rendezvous; the message names it.
+        DeadlineError: A rank did not reach the rendezvous. ``missing`` has its label.
     """
     join_ranks(config, spec)
     megatron = config.actor_rollout_ref.actor.megatron

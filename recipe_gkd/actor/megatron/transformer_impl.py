@@ -62,8 +62,9 @@ def resolve_transformer_impl(setting: TransformerImpl, device_type: str) -> Reso
         if (value := os.environ.get(name, expected)) != expected:
             raise ConfigError(
                 f"the environment variable {name} is {value!r} in the actor's process; expected no value or "
-                f"{expected!r}, because the actor chooses the attention itself; unset it in the shell that starts the "
-                "run or its Ray nodes"
+                f"{expected!r}, because the actor chooses the attention itself",
+                remedy="unset it in the shell that starts the run or its Ray nodes",
+                keys=(name,),
             )
     return impl
 
@@ -71,17 +72,21 @@ def resolve_transformer_impl(setting: TransformerImpl, device_type: str) -> Reso
 def _resolve(setting: TransformerImpl, device_type: str) -> ResolvedImpl:
     if setting == "transformer_engine" and device_type != "cuda":
         raise ConfigError(
-            f"{KEY}=transformer_engine needs a GPU, and the actor runs on the device {device_type!r}; set it to auto"
+            f"{KEY}=transformer_engine needs a GPU, and the actor runs on the device {device_type!r}",
+            remedy="set it to auto",
+            keys=(KEY, "trainer.device"),
         )
     if setting == "local" or device_type != "cuda":
         _hide_from_megatron()
         return "local"
     if importlib.util.find_spec(PACKAGE) is None:
         if setting == "transformer_engine":
-            raise ConfigError(f"{KEY}=transformer_engine, but Transformer Engine is not installed; {REMEDY}")
+            raise ConfigError(
+                f"{KEY}=transformer_engine, but Transformer Engine is not installed", remedy=REMEDY, keys=(KEY,)
+            )
         return "local"
     if problem := find_problem():
-        raise ConfigError(f"{problem}; {REMEDY}")
+        raise ConfigError(problem, remedy=REMEDY, keys=(KEY,))
     return "transformer_engine"
 
 

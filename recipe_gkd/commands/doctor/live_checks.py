@@ -16,6 +16,8 @@ import numpy as np
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.checkpoints.folders import PROBE
 from recipe_gkd.checkpoints.run_folder import folder_of
+from recipe_gkd.cluster import Cluster
+from recipe_gkd.cluster_start import start_cluster
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.commands.plan.estimate import data_parallel_size
 from recipe_gkd.config import Config
@@ -33,8 +35,6 @@ from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teacher_routing import Teachers, open_teachers, read_routes
 from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
 from recipe_gkd.weight_sync.model_check import UPDATE_METRIC, MismatchGuard
-from recipe_gkd.worker_stages import generate_responses, update_actors
-from recipe_gkd.workers import Workers, start_workers
 from teacher.records import TeacherSequence
 
 MAX_LOSS = 1e-3
@@ -117,22 +117,22 @@ async def _check_workers(
     started_at = time.monotonic()
     async with (
         teacher_asleep(config, teachers),
-        start_workers(config, device, total_steps=_N_UPDATES, stop_token_ids=(), n_tokens=student.n_tokens) as workers,
+        start_cluster(config, device, total_steps=_N_UPDATES, stop_token_ids=(), n_tokens=student.n_tokens) as cluster,
     ):
-        names = ", ".join(sorted(set(workers.actor_devices)))
-        text = f"{len(workers.actors)} actor ranks on {names}, {len(workers.rollouts)} rollout workers"
+        names = ", ".join(sorted(set(cluster.actor_devices)))
+        text = f"{len(cluster.actors)} actor ranks on {names}, {len(cluster.rollouts)} rollout workers"
         found.append(Finding("workers", "ok", f"{text}, started in {time.monotonic() - started_at:.0f} s"))
-        found.append(await _shared_folder_finding(workers, run_folder))
+        found.append(await _shared_folder_finding(cluster, run_folder))
         no_guard = MismatchGuard(None, 1, ())  # its differences are findings
-        devices = open_devices(config, workers, teachers, data.ids, no_guard)
+        devices = open_devices(config, cluster, teachers, data.ids, no_guard)
         try:
-            await _check_model(workers, devices, config, student, data, found)
+            await _check_model(cluster, devices, config, student, data, found)
         finally:
             await devices.close()
 
 
 async def _check_model(
-    workers: Workers, devices: Devices, config: Config, student: Student, data: PromptData, found: list[Finding]
+    cluster: Cluster, devices: Devices, config: Config, student: Student, data: PromptData, found: list[Finding]
 ) -> None:
     """Sync weights, train, and sync the changed weights; compare the engines with the actor after each sync.
 
@@ -143,30 +143,30 @@ async def _check_model(
     await devices.sync(0)
     found.append(Finding("weight sync", "ok", f"all weights in {time.monotonic() - started_at:.2g} s"))
     async with devices.turn("generate"):
-        pairs = await _generate(workers, config, data)
+        pairs = await _generate(cluster, config, data)
     samples = await in_thread(_score, student, pairs)
     if not samples:
         found.append(Finding("loss", "skipped", "all sampled responses are empty"))
         return
     async with devices.turn("update"):
-        first = await _update(workers, config, samples, 0)
-        await _update(workers, config, [_with_other_teacher(sample) for sample in samples], 1)
+        first = await _update(cluster, samples, 0)
+        await _update(cluster, [_with_other_teacher(sample) for sample in samples], 1)
     await devices.sync(_N_UPDATES)
-    probe = SyncProbe(config, workers, probe_contexts(data.ids, config))
+    probe = SyncProbe(config, cluster, probe_contexts(data.ids, config))
     async with devices.turn("generate"):
         sampled = await probe.sample(_N_UPDATES)
     async with devices.turn("update"):
         changed = await probe.compare(sampled, _N_UPDATES)
     differences = {"the folder's weights": first[UPDATE_METRIC]}
     differences |= {f"{label} after an update": difference for label, difference in changed.items()}
-    bound = mismatch_bound(config, workers)
-    found.append(mismatch_finding(differences, rounding_bound(config, workers) if bound is None else bound))
+    bound = mismatch_bound(config, cluster)
+    found.append(mismatch_finding(differences, rounding_bound(config, cluster) if bound is None else bound))
     found.append(loss_finding(first))
 
 
-async def _update(workers: Workers, config: Config, samples: list[Sample], step: int) -> dict[str, float]:
+async def _update(cluster: Cluster, samples: list[Sample], step: int) -> dict[str, float]:
     batch = ReadyBatch(step=step, epoch=0.0, dispatched_at=time.monotonic(), samples=samples)
-    return await update_actors(workers, config, batch)
+    return await cluster.update(batch)
 
 
 def _with_other_teacher(sample: Sample) -> Sample:
@@ -175,13 +175,13 @@ def _with_other_teacher(sample: Sample) -> Sample:
     return replace(sample, teacher=replace(top_k, ids_TK=np.ascontiguousarray(top_k.ids_TK[:, ::-1])))
 
 
-async def _shared_folder_finding(workers: Workers, folder: Path) -> Finding:
+async def _shared_folder_finding(cluster: Cluster, folder: Path) -> Finding:
     """Check that all actor ranks see the run folder. A folder that does not exist yet is checked at its parent."""
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     with tempfile.NamedTemporaryFile(dir=existing, prefix=PROBE) as probe:
         phase = "look for the run folder"
-        found = await workers.actors.call(ActorWorker.path_exists, probe.name, timeout_s=60, phase=phase)
-    unable = [workers.actors.label(rank) for rank, exists in enumerate(found) if not exists]
+        found = await cluster.actors.call(ActorWorker.path_exists, probe.name, timeout_s=60, phase=phase)
+    unable = [cluster.actors.label(rank) for rank, exists in enumerate(found) if not exists]
     if unable:
         return Finding(
             "shared folder", "problem",
@@ -191,14 +191,14 @@ async def _shared_folder_finding(workers: Workers, folder: Path) -> Finding:
     return Finding("shared folder", "ok", f"all actor ranks see {existing}")
 
 
-async def _generate(workers: Workers, config: Config, data: PromptData) -> list[tuple[Prompt, Response]]:
+async def _generate(cluster: Cluster, config: Config, data: PromptData) -> list[tuple[Prompt, Response]]:
     """Return prompts with sampled responses, the same number from each rollout worker."""
-    n_workers = len(workers.rollouts)
+    n_workers = len(cluster.rollouts)
     wanted = max(_MIN_PROMPTS, data_parallel_size(config), n_workers)
     prompts = [data.prompt(uid % len(data), uid) for uid in range(wanted)]
 
     async def of_worker(rank: int) -> list[Response]:
-        stream = generate_responses(workers, config, data, rank, prompts[rank::n_workers], 0)
+        stream = cluster.generate(data, rank, prompts[rank::n_workers], 0)
         return [response async for responses in stream for response in responses]
 
     by_worker = await asyncio.gather(*(of_worker(rank) for rank in range(n_workers)))

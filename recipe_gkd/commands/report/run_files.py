@@ -217,7 +217,7 @@ def read_checkpoint(run: Path, step: int) -> Checkpoint:
     return Checkpoint(
         step=step,
         n_bytes=sum(_sizes(folder.rglob("*"))),
-        damage=damage(folder),
+        damage=found.reason if (found := damage(folder)) else None,
         parts=tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) if folder.is_dir() else (),
     )
 

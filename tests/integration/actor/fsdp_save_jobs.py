@@ -75,24 +75,24 @@ def complete_state(actor: Any) -> State:
 
 def save_with_faults(
     rank: int, world_size: int, port: int, config: Config, batch: list[Sample], path: Path, faults: dict[str, int]
-) -> list[str]:
+) -> list[CheckpointError]:
     """Save with each of ``faults`` on its rank, then save to ``path / "good"``; return the errors.
 
     The faults are ``"killed"`` (the writer process kills itself) and ``"metadata"`` (the disk is full when rank 0
     writes the metadata).
     """
-    messages = []
+    errors = []
     with started(rank, world_size, port, config) as actor:
         update(actor, batch, 0)
         for fault, faulty_rank in faults.items():
             with _faulty_writer(fault, rank == faulty_rank), pytest.raises(CheckpointError) as caught:
                 actor.save_checkpoint(path / fault)
                 actor.finish_saves()
-            messages.append(str(caught.value))
+            errors.append(caught.value)
             assert not psutil.Process().children(), "no writer process may remain"
         actor.save_checkpoint(path / "good")
         actor.finish_saves()
-    return messages
+    return errors
 
 
 @contextmanager

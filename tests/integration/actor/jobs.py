@@ -200,7 +200,7 @@ def _record_students(actor: Any) -> list[Any]:
 
 def update_with_fault(
     rank: int, world_size: int, port: int, config: Config, batch: list[Sample], fault: str
-) -> tuple[str, bool, bool]:
+) -> tuple[GkdError | None, bool, bool]:
     """Run an update that must fail.
 
     ``fault`` is ``"gradient"`` (the gradient overflows), ``"weights"`` (one embedding is infinite), or ``""`` (the
@@ -217,15 +217,15 @@ def update_with_fault(
         if fault == "weights" and actor.layout.pp_rank == 0:
             chunks[0].embedding.word_embeddings.weight.data[POISONED_TOKEN] = torch.inf
         before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+        failure: GkdError | None = None
         try:
             update(actor, batch, 3)
-            message = ""
         except GkdError as error:
-            message = f"{type(error).__name__}: {error}"
+            failure = error
         actor._updater.loss = loss
         after = [p for chunk in chunks for p in chunk.parameters()]
         unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        return message, unchanged, 0 < update(actor, valid, 3)["actor/kl_loss"] < 10
+        return failure, unchanged, 0 < update(actor, valid, 3)["actor/kl_loss"] < 10
 
 
 def _overflow_gradient(loss: Any, student: Any, batch: Any) -> Any:
@@ -234,13 +234,13 @@ def _overflow_gradient(loss: Any, student: Any, batch: Any) -> Any:
     return replace(losses, loss_T=losses.loss_T + ((logits_TW - logits_TW.detach()) * 3e38).sum(1))
 
 
-def start_with_error(rank: int, world_size: int, port: int, config: Config, actor_ranks: int) -> str:
+def start_with_error(rank: int, world_size: int, port: int, config: Config, actor_ranks: int) -> GkdError | None:
     """Return the error of rank 0 of ``actor_ranks``, which it must raise before it waits for other ranks."""
     try:
         with started(rank, actor_ranks, port, config):
-            return ""
+            return None
     except GkdError as error:
-        return f"{type(error).__name__}: {error}"
+        return error
     finally:
         destroy_parallel()
 

@@ -31,13 +31,13 @@ class Outcome(NamedTuple):
 
     Attributes:
         metrics: Metrics of each update that succeeded.
-        errors: Class and message of each update that failed.
+        errors: Error of each update that failed.
         weights: Exported weights at the end; empty on other ranks than 0.
         warnings: Messages of the updater.
     """
 
     metrics: list[dict[str, float]]
-    errors: list[str]
+    errors: list[GkdError]
     weights: dict[str, Tensor]
     warnings: list[str]
 
@@ -82,7 +82,7 @@ def train_with_memory(
                         outcome.metrics.append(update(actor, batch, step))
                 except GkdError as error:
                     assert error.__context__ is None, "the error must not keep the tensors of the attempt alive"
-                    outcome.errors.append(f"{type(error).__name__}: {error}")
+                    outcome.errors.append(error)
             return outcome._replace(weights=exported(actor))
     finally:
         logger.removeHandler(handler)

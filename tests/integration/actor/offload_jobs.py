@@ -80,36 +80,36 @@ def save_before_update(rank: int, world_size: int, port: int, config: Config, fo
 
 def train_with_faults(
     rank: int, world_size: int, port: int, config: Config, batches: list[list[Sample]]
-) -> tuple[list[str], Result]:
+) -> tuple[list[WorkerError], Result]:
     """Run an update on each batch, after an update that fails.
 
     The failures: the loss is not finite; the optimizer state cannot return; the host copy cannot be written, after the
     second step.
 
     Returns:
-        Messages of the failures, and the result.
+        Errors of the failures, and the result.
     """
     with started(rank, world_size, port, config) as actor:
-        messages = []
+        errors = []
         with patch.object(actor._updater, "loss", _not_finite(actor._updater.loss)):
-            messages.append(_message(actor, batches[0], 0))
+            errors.append(_error(actor, batches[0], 0))
         _assert_offloaded(actor)
         metrics = [_comparable(update(actor, batches[0], 0))]
         copy = actor.backend.states._states["optimizer"]._copy
         with patch.object(copy, "read", side_effect=torch.OutOfMemoryError("out of memory")):
-            messages.append(_message(actor, batches[1], 1))
+            errors.append(_error(actor, batches[1], 1))
         _assert_offloaded(actor)
         with _small_files():
-            messages.append(_message(actor, batches[1], 1))
+            errors.append(_error(actor, batches[1], 1))
         metrics.append(_comparable(update(actor, batches[2], 2)))
         _assert_offloaded(actor)
-        return messages, Result(metrics, [exported(actor)], _states(actor))
+        return errors, Result(metrics, [exported(actor)], _states(actor))
 
 
-def _message(actor: Any, batch: list[Sample], step: int) -> str:
+def _error(actor: Any, batch: list[Sample], step: int) -> WorkerError:
     with pytest.raises(WorkerError) as caught:
         update(actor, batch, step)
-    return str(caught.value)
+    return caught.value
 
 
 def _not_finite(loss: Any) -> Any:

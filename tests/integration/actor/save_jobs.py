@@ -125,39 +125,39 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
-def load_with_error(rank: int, world_size: int, port: int, config: Config, path: Path) -> str:
+def load_with_error(rank: int, world_size: int, port: int, config: Config, path: Path) -> GkdError | None:
     """Return the error of loading a checkpoint."""
     with started(rank, world_size, port, config) as actor:
         try:
             actor.load_checkpoint(path)
         except GkdError as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+            return error
+        return None
 
 
 def load_after_errors(
     rank: int, world_size: int, port: int, config: Config, damaged: list[Path], path: Path, batch: list[Sample]
-) -> tuple[list[str], str, dict[str, float], dict[str, Tensor]]:
+) -> tuple[list[GkdError], GkdError, dict[str, float], dict[str, Tensor]]:
     """Load damaged checkpoints, try an update, then load a complete checkpoint and run an update.
 
     Returns:
         The errors of loading, the error of the first update, and metrics and weights of the last one.
     """
     with started(rank, world_size, port, config) as actor:
-        messages = []
+        errors = []
         for wrong in damaged:
             with pytest.raises(GkdError) as caught:
                 actor.load_checkpoint(wrong)
-            messages.append(f"{type(caught.value).__name__}: {caught.value}")
+            errors.append(caught.value)
         with pytest.raises(GkdError) as caught:
             update(actor, batch, 1)
         actor.load_checkpoint(path)
-        return messages, f"{type(caught.value).__name__}: {caught.value}", update(actor, batch, 1), exported(actor)
+        return errors, caught.value, update(actor, batch, 1), exported(actor)
 
 
 def save_with_faults(
     rank: int, world_size: int, port: int, config: Config, batch: list[Sample], path: Path, faults: dict[str, int]
-) -> list[str]:
+) -> list[CheckpointError | None]:
     """Save with each of ``faults`` on its rank, then save to ``path / "good"`` without a fault.
 
     See :func:`_faulty_writer` for the faults.
@@ -165,11 +165,11 @@ def save_with_faults(
     Returns:
         The error of each faulty save.
     """
-    messages = []
+    failures: list[CheckpointError | None] = []
     with started(rank, world_size, port, config) as actor:
         update(actor, batch, 0)
         for fault, faulty_rank in faults.items():
-            message = ""
+            failure: CheckpointError | None = None
             actor._writer.timeout_s = 3.0 if fault == "hung" else 60.0
             with _faulty_writer(fault, rank == faulty_rank):
                 try:
@@ -177,14 +177,14 @@ def save_with_faults(
                     while not actor.finish_saves(wait=False):
                         pass
                 except CheckpointError as error:
-                    message = str(error)
-            messages.append(message)
+                    failure = error
+            failures.append(failure)
             assert not psutil.Process().children(), "no writer process may remain"
             assert actor.finish_saves()
         actor._writer.timeout_s = 60.0
         actor.save_checkpoint(path / "good")
         actor.finish_saves()
-        return messages
+        return failures
 
 
 @contextmanager
@@ -219,14 +219,14 @@ def _faulty_writer(fault: str, is_faulty_rank: bool) -> Iterator[None]:
         checkpoint_save.write_shard, checkpoint_save._write_metadata, hf_save._write_file = originals
 
 
-def save_with_error(rank: int, world_size: int, port: int, config: Config, path: Path) -> str:
+def save_with_error(rank: int, world_size: int, port: int, config: Config, path: Path) -> CheckpointError | None:
     """Return the error of a save."""
     with started(rank, world_size, port, config) as actor:
         try:
             actor.save_checkpoint(path)
         except CheckpointError as error:
-            return str(error)
-        return ""
+            return error
+        return None
 
 
 def save_slowly(rank: int, world_size: int, port: int, config: Config, batch: list[Sample], path: Path) -> str:
@@ -269,16 +269,16 @@ def save_hf(rank: int, world_size: int, port: int, config: Config, batch: list[S
         return packed_logits(actor, without_empty(batch))
 
 
-def save_hf_with_faults(rank: int, world_size: int, port: int, config: Config, path: Path) -> list[str]:
+def save_hf_with_faults(rank: int, world_size: int, port: int, config: Config, path: Path) -> list[CheckpointError]:
     """Save a Hugging Face folder with two faults on rank 0, then without a fault; return the errors."""
-    messages = []
+    errors = []
     with started(rank, world_size, port, config) as actor:
         for fault, timeout_s in (("file too large", 60.0), ("hung", 3.0)):
             actor._actor_config = replace(actor._actor_config, timeout_s=timeout_s)
             with _faulty_writer(fault, rank == 0), pytest.raises(CheckpointError) as caught:
                 actor.save_hf(path)
-            messages.append(str(caught.value))
+            errors.append(caught.value)
             assert not psutil.Process().children() and not path.exists()
         actor._actor_config = replace(actor._actor_config, timeout_s=60.0)
         actor.save_hf(path)
-    return messages
+    return errors

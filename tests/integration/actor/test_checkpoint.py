@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from recipe_gkd.errors import CheckpointError, CheckpointMismatch, GkdError
+from tests._support.errors import check_error
 from tests._support.layouts import BF16, CP2, OVERLAP, PLAIN_OPTIMIZER, PP2, SP, TP2, VPP2
 from tests._support.tiny_models import ACTOR, VOCAB, make_config, make_samples, transformers_logits, without_empty
 from tests._support.worker_pool import WorkerPool
@@ -89,12 +91,14 @@ class TestResume:
         step, _, _ = pool.run(1, save_jobs.resume_and_train, config, tmp_path / "weights_only", SECOND)[0]
         assert step == 1
 
-        def message(path: str, kind: str) -> str:
+        def error(path: str, kind: str) -> GkdError | None:
             return pool.run(1, save_jobs.load_with_error, make_config(folders[kind]), tmp_path / path)[0]
 
-        assert "is not a complete checkpoint of the actor" in message("nowhere", "qwen2")
-        assert "has no optimizer, only model, extra" in message("weights_only", "qwen2")
-        assert "is a checkpoint of another model (family: qwen2 there, llama here" in message("weights_only", "llama")
+        path = tmp_path / "weights_only"
+        check_error(error("nowhere", "qwen2"), CheckpointError, path=tmp_path / "nowhere" / "metadata.json")
+        check_error(error("weights_only", "qwen2"), CheckpointMismatch, path=path, differing=("optimizer",))
+        other_model = error("weights_only", "llama")
+        assert isinstance(other_model, CheckpointMismatch) and "family" in other_model.differing
 
 
 class TestHfFolder:

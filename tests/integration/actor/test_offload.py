@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from recipe_gkd.actor.offload import SLEEP_LEVEL
 from recipe_gkd.config import Config
 from tests._support.layouts import BF16, CP2, OVERLAP, PLAIN_OPTIMIZER, PP2, SP, TP2, VPP2
 from tests._support.qwen2 import random_qwen2
@@ -113,14 +114,12 @@ class TestTraining:
     ) -> None:
         folder = folders["qwen2"]
         want = pool.run(1, offload_jobs.train, configured(folder, name), BATCHES, None)[0]
-        messages, found = pool.run(1, offload_jobs.train_with_faults, configured(folder, name, STATES), BATCHES)[0]
+        errors, found = pool.run(1, offload_jobs.train_with_faults, configured(folder, name, STATES), BATCHES)[0]
         assert_equal(found, Result([want.metrics[0], want.metrics[2]], want.weights[2:], want.states))
-        assert "the loss is not finite" in messages[0]
-        assert (
-            "the optimizer of the actor (0 MiB) cannot return to the memory of cpu: out of memory (Out" in messages[1]
-        )
-        assert "cannot be copied to a file in " in messages[2] and "File too large" in messages[2]
-        assert "free space there, or set param_offload=false" in messages[2]
+        not_finite, no_memory, no_space = errors
+        assert not_finite.uids and not_finite.phase == "update 0"
+        assert SLEEP_LEVEL in no_memory.keys and "OutOfMemoryError" in no_memory.what and no_memory.details
+        assert f"{ACTOR}.megatron.param_offload" in no_space.keys and "File too large" in no_space.what
 
 
 @pytest.mark.parametrize("name", ["megatron bfloat16, 2 ranks", pytest.param("fsdp LoRA", marks=pytest.mark.slow)])

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from recipe_gkd.data.samples import Sample
+from recipe_gkd.errors import SecondaryFailure, WorkerError
+from recipe_gkd.runtime.out_of_memory import ADVICE
+from tests._support.errors import check_error
 from tests._support.tiny_models import ACTOR, MEGATRON, make_config, make_sample, make_samples
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor.memory_jobs import (
@@ -171,9 +174,10 @@ class TestSplit:
         long_rank = 0  # the longest sample is assigned first
         got = train(pool, folder, *overrides, batches=batches, ranks=2, megabytes={long_rank: MEGABYTES})
         [failed], [other] = got[long_rank].errors, got[1 - long_rank].errors
-        assert failed.startswith("WorkerError: update 0: actor rank 0: out of memory (RuntimeError: ")
-        assert "has one sample" in failed and "gkd.fuse_lm_head=true" in failed
-        assert other.startswith("SecondaryFailure: update 0: actor rank 0 ran out of memory with one sample")
+        check_error(failed, WorkerError, phase="update 0", worker="actor rank 0")
+        assert isinstance(failed, WorkerError) and {"data.max_response_length", "gkd.fuse_lm_head"} <= {*failed.keys}
+        assert len(failed.details) == 3 and "trainer.oom" not in failed.keys
+        check_error(other, SecondaryFailure, phase="update 0", origin="actor rank 0")
         for outcome in got:
             [metrics] = outcome.metrics
             assert metrics["actor/max_token_len"] == MAX_TOKEN_LEN, "an update that fails lowers no limit"
@@ -184,17 +188,12 @@ def test_lack_of_memory_without_split_names_sizes_and_keys(pool: WorkerPool, fol
     batches = [BATCHES[0], BATCHES[0][:2]]
     [outcome] = train(pool, folder, batches=batches, megabytes={0: MEGABYTES})
     [error] = outcome.errors
-    assert error.startswith("WorkerError: update 0: actor rank 0: out of memory (RuntimeError: ")
-    for text in (
-        "you tried to allocate",
-        "resident memory of this process",
-        "parameters 2.5 MiB, gradients 2.5 MiB",
-        f"logits of a full micro-batch ({MAX_TOKEN_LEN} tokens x 40000 ids) 625.0 MiB",
-        f"lower {ACTOR}.max_token_len",
-        "set trainer.oom=split",
-    ):
-        assert text in error
-    assert "Traceback" not in error
+    keys = (*ADVICE["actor", "update"].keys, "trainer.oom")
+    check_error(error, WorkerError, phase="update 0", worker="actor rank 0", keys=keys)
+    memory, sizes = error.details
+    assert "resident memory of this process" in memory and "you tried to allocate" in error.what
+    assert "parameters 2.5 MiB, gradients 2.5 MiB" in sizes
+    assert f"logits of a full micro-batch ({MAX_TOKEN_LEN} tokens x 40000 ids) 625.0 MiB" in sizes
     assert outcome.metrics[0]["actor/n_tokens"] > 0, "the actor remains usable"
 
 

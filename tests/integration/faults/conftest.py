@@ -12,11 +12,11 @@ import pytest
 import ray.cloudpickle
 
 from recipe_gkd.checkpoints.state import Progress, ResumeState
+from recipe_gkd.cluster_start import start_cluster
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.teacher_routing import Routes, Teachers
 from recipe_gkd.trainer import Trainer
-from recipe_gkd.workers import start_workers
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from tests._support.base_config import base_config
 from tests.integration.faults import faulty
@@ -72,8 +72,8 @@ def start_trainer(
     from recipe_gkd.quickstart.task import make_splits, write_parquet
 
     ray.cloudpickle.register_pickle_by_value(faulty)
-    monkeypatch.setattr("recipe_gkd.workers.ActorWorker", faulty.FaultyActor)
-    monkeypatch.setattr("recipe_gkd.workers.RolloutWorker", faulty.FaultyRollout)
+    monkeypatch.setattr("recipe_gkd.cluster_start.ActorWorker", faulty.FaultyActor)
+    monkeypatch.setattr("recipe_gkd.cluster_start.RolloutWorker", faulty.FaultyRollout)
     write_parquet(make_splits(0, n_train=40, n_held_out=8, n_dev=8).train, tmp_path / "train.parquet")
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(tiny_student))
 
@@ -104,13 +104,13 @@ def start_trainer(
         progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
         (tmp_path / "run").mkdir(exist_ok=True)
         try:
-            async with start_workers(config, "cpu", total_steps=8, stop_token_ids=(), n_tokens=None) as workers:
-                await census.take(workers)
+            async with start_cluster(config, "cpu", total_steps=8, stop_token_ids=(), n_tokens=None) as cluster:
+                await census.take(cluster)
                 try:
                     teachers = Teachers(config, Routes(("default",)), {"default": ConstantTeacher()})
-                    yield Trainer(config, workers, teachers, loader, ResumeState(progress))
+                    yield Trainer(config, cluster, teachers, loader, ResumeState(progress))
                 finally:
-                    await census.take(workers)
+                    await census.take(cluster)
         finally:
             assert len(census) >= 2 and census.alive() == []
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from recipe_gkd.actor.ray_worker import ActorWorker
+from recipe_gkd.cluster import Cluster
 from recipe_gkd.config import Config
 from recipe_gkd.ray_cluster.node_probe import locate
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
@@ -22,7 +23,6 @@ from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime import process_trees
 from recipe_gkd.runtime.process_id import ProcessId, is_alive
 from recipe_gkd.trainer import Trainer
-from recipe_gkd.workers import Workers
 
 DEADLINE_S = 4.0
 """Deadline of all calls to workers. A call takes less than 1 s on an idle machine."""
@@ -111,8 +111,8 @@ class Census:
     def __init__(self) -> None:
         self._seen: set[ProcessId] = set()
 
-    async def take(self, workers: Workers) -> None:
-        locations = await locate([*workers.actors.handles, *workers.rollouts.handles])
+    async def take(self, cluster: Cluster) -> None:
+        locations = await locate([*cluster.actors.handles, *cluster.rollouts.handles])
         self._seen.update(process_trees.tree([location.pid for location in locations]))
 
     def __len__(self) -> int:

@@ -44,7 +44,7 @@ def test_fit_with_a_failing_actor_rank_names_it_and_ends_before_its_deadlines(
 
     async def train() -> None:
         async with start_trainer(*TWO_RANKS) as trainer:
-            injected.append(await inject(trainer.workers.actors, rank, point, number))
+            injected.append(await inject(trainer.cluster.actors, rank, point, number))
             try:
                 await trainer.fit()
             finally:
@@ -70,15 +70,15 @@ def test_lost_rank_is_replaced_with_all_others_while_the_engine_stays(
 ) -> None:
     async def train() -> None:
         async with start_trainer(*TWO_RANKS) as trainer:
-            workers, teachers, loader = trainer.workers, trainer.teachers, trainer.loader
-            engine = list(workers.rollouts.handles)
-            await inject(workers.actors, rank, point, number)
+            cluster, teachers, loader = trainer.cluster, trainer.teachers, trainer.loader
+            engine = list(cluster.rollouts.handles)
+            await inject(cluster.actors, rank, point, number)
             with pytest.raises(GkdError) as caught:
                 await trainer.fit()
-            await workers.restart_actors(caught.value)
-            second = Trainer(trainer.config, workers, teachers, loader, trainer.start)
+            await cluster.restart_actors(caught.value)
+            second = Trainer(trainer.config, cluster, teachers, loader, trainer.start)
             await second.fit()
             assert second.progress.step == second.last_step == 10
-            assert workers.rollouts.handles == engine and (await workers.metrics())["actor/restarts"] == 1
+            assert cluster.rollouts.handles == engine and (await cluster.metrics())["actor/restarts"] == 1
 
     asyncio.run(train())

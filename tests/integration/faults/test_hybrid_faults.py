@@ -44,7 +44,7 @@ def test_fit_names_the_worker_that_was_killed_in_a_phase(start_trainer: TrainerF
 
     async def train() -> None:
         async with start_trainer(*HYBRID, "trainer.max_worker_restarts=0") as trainer:
-            group = trainer.workers.actors if pool == "actor" else trainer.workers.rollouts
+            group = trainer.cluster.actors if pool == "actor" else trainer.cluster.rollouts
             injected.append(await inject(group, 0, point, signal.SIGKILL))
             await trainer.fit()
 
@@ -71,8 +71,8 @@ def test_killed_engines_are_replaced_and_no_prompt_is_lost(start_trainer: Traine
             async def update_and_inject(batch):  # type: ignore[no-untyped-def]
                 losses.append((metrics := await update(batch))["actor/loss"])
                 if point := next(points, None):
-                    await census.take(trainer.workers)
-                    killed.append(await inject(trainer.workers.rollouts, 0, point, signal.SIGKILL, call=1))
+                    await census.take(trainer.cluster)
+                    killed.append(await inject(trainer.cluster.rollouts, 0, point, signal.SIGKILL, call=1))
                 return metrics
 
             trainer.update = update_and_inject  # type: ignore[method-assign]

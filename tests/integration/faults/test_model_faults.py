@@ -35,7 +35,7 @@ def test_engine_with_other_rope_scaling_warns_at_once_and_ends_the_run(
     async def train() -> int:
         patience = "actor_rollout_ref.rollout.mismatch_patience=2"
         async with start_trainer(f"trainer.scheduler={scheduler}", "rollout.n_gpus_per_node=1", patience) as trainer:
-            await trainer.workers.rollouts.handles[0].__ray_call__.remote(plant)
+            await trainer.cluster.rollouts.handles[0].__ray_call__.remote(plant)
             with raises(ModelMismatch, n_steps=2, sources=(source,)):
                 await trainer.fit()
             return trainer.progress.step

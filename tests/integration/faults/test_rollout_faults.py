@@ -53,9 +53,9 @@ def test_stopped_and_killed_workers_are_replaced_without_losing_prompts(
         ):
             async for batch in pipeline:
                 if batch.step in faults:
-                    await census.take(trainer.workers)  # Include workers that are replaced later.
+                    await census.take(trainer.cluster)  # Include workers that are replaced later.
                     rank, point, number = faults[batch.step]
-                    signaled.append(await inject(trainer.workers.rollouts, rank, point, number))
+                    signaled.append(await inject(trainer.cluster.rollouts, rank, point, number))
                 async with pipeline.actor_update(batch):
                     await trainer.update(batch)
                 trained.extend(sample.prompt.uid for sample in batch.samples)
@@ -84,8 +84,8 @@ def test_worker_with_a_killed_tensor_rank_is_replaced_without_losing_prompts(
     workers_with_killed_rank: list[int] = []
 
     async def kill_tensor_rank(trainer: Trainer, tensor_rank: int) -> None:
-        await census.take(trainer.workers)
-        [location] = await locate(trainer.workers.rollouts.handles)
+        await census.take(trainer.cluster)
+        [location] = await locate(trainer.cluster.rollouts.handles)
         [pid] = [
             process.pid
             for process in process_trees.tree([location.pid])

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from recipe_gkd import workers
+from recipe_gkd import cluster_start
 from recipe_gkd.commands import check_devices as command
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.ray_cluster.placement import DeviceReport
@@ -33,19 +33,19 @@ class WorkerOnGpu0:
 
 
 @pytest.mark.usefixtures("ray_session")
-def test_start_workers_on_one_gpu_names_them_before_engines_start(
+def test_start_cluster_on_one_gpu_names_them_before_engines_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workers, "ActorWorker", WorkerOnGpu0)
-    monkeypatch.setattr(workers, "RolloutWorker", WorkerOnGpu0)
+    monkeypatch.setattr(cluster_start, "ActorWorker", WorkerOnGpu0)
+    monkeypatch.setattr(cluster_start, "RolloutWorker", WorkerOnGpu0)
     config = base_config()
 
     async def start() -> None:
-        async with workers.start_workers(config, "cpu", total_steps=1, stop_token_ids=(), n_tokens=None):
+        async with cluster_start.start_cluster(config, "cpu", total_steps=1, stop_token_ids=(), n_tokens=None):
             pass
 
     with (
-        caplog.at_level("INFO", "recipe_gkd.workers"),
+        caplog.at_level("INFO", "recipe_gkd.cluster_start"),
         raises(ResourceError, workers=("actor worker 0 of 1", "rollout worker 0 of 1")),
     ):
         asyncio.run(start())

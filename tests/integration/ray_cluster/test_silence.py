@@ -20,6 +20,8 @@ import ray
 
 from recipe_gkd.checkpoints.saver import CheckpointSaver
 from recipe_gkd.checkpoints.state import Progress
+from recipe_gkd.cluster import Cluster
+from recipe_gkd.cluster_start import SHUTDOWN_S
 from recipe_gkd.config.startup import startup_timeout_s
 from recipe_gkd.config.timeouts import SYNC_TIMEOUT, timeout_of
 from recipe_gkd.data.samples import Prompt
@@ -32,8 +34,6 @@ from recipe_gkd.runtime.wait_log import FIRST_LINE_S, WaitLog
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
-from recipe_gkd.worker_stages import generate_responses, generate_validation_responses, sum_kl, update_actors
-from recipe_gkd.workers import SHUTDOWN_S
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 from tests._support.waiting import wait_until_async
@@ -102,12 +102,13 @@ class Pools:
     rollouts: WorkerGroup
     pids: list[int]
 
-    def workers(self) -> Any:
-        sharding = SimpleNamespace(divide=lambda samples: [samples, samples])
-        restarts = SimpleNamespace(can_replace=lambda _: False)
-        return SimpleNamespace(
-            actors=self.actors, rollouts=self.rollouts, sharding=sharding, restarts=restarts, dp_ranks=[0, 1]
-        )
+    def cluster(self) -> Cluster:
+        sharding: Any = SimpleNamespace(divide=lambda samples: [samples, samples])
+        restarts: Any = SimpleNamespace(can_replace=lambda _: False)
+        weights: Any = None
+        actors: Any = self.actors
+        rollouts: Any = self.rollouts
+        return Cluster(CONFIG, actors, rollouts, weights, [0, 1], sharding, restarts, restarts)
 
 
 @pytest.fixture(scope="module")
@@ -144,27 +145,27 @@ async def sync(pools: Pools, _: Path) -> object:
 
 async def generate(pools: Pools, _: Path) -> object:
     data: Any = None
-    return [_ async for _ in generate_responses(pools.workers(), CONFIG, data, 1, PROMPTS, 4)]
+    return [_ async for _ in pools.cluster().generate(data, 1, PROMPTS, 4)]
 
 
 async def validate(pools: Pools, _: Path) -> object:
     timeout_s = KeyedTimeout(800, "actor_rollout_ref.rollout.timeout_s")
-    return [_ async for _ in generate_validation_responses(pools.workers(), timeout_s, 1, PROMPTS, 4)]
+    return [_ async for _ in pools.cluster().generate_for_validation(timeout_s, 1, PROMPTS, 4)]
 
 
 async def update(pools: Pools, _: Path) -> object:
     batch: Any = SimpleNamespace(samples=[], step=4)
-    return await update_actors(pools.workers(), CONFIG, batch)
+    return await pools.cluster().update(batch)
 
 
 async def validation_kl(pools: Pools, _: Path) -> object:
-    return await sum_kl(pools.workers(), CONFIG, [], 4)
+    return await pools.cluster().sum_kl([], 4)
 
 
 async def save(pools: Pools, folder: Path) -> object:
     progress = Progress(step=4, prompts_trained=1, n_prompts=1, data_seed=0, shuffle=False, data_fingerprint="")
     trainer: Any = SimpleNamespace(
-        config=CONFIG, progress=progress, workers=pools.workers(), _turn_for_save=nullcontext
+        config=CONFIG, progress=progress, cluster=pools.cluster(), _turn_for_save=nullcontext
     )  # fmt: skip
 
     async def call_actors(method: Any, *args: object, timeout_s: float | None = None) -> list[Any]:
@@ -221,7 +222,7 @@ def test_wait_of_a_running_generation_counts_the_missing_responses(
 ) -> None:
     async def body() -> None:
         data: Any = None
-        stream = generate_responses(pools.workers(), CONFIG, data, 0, PROMPTS, 5)
+        stream = pools.cluster().generate(data, 0, PROMPTS, 5)
         assert len(await anext(stream)) == 2
         pending = asyncio.ensure_future(anext(stream))
         await wait_until_async(lambda: "for 3 responses of rollout worker 0" in caplog.text)

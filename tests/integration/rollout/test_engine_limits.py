@@ -22,6 +22,7 @@ from recipe_gkd.rollout.engine_factory import step_budget
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.limits import VLLM_VOCAB_MULTIPLE, check_engine_fits
 from recipe_gkd.rollout.sampling import sampling_from
+from tests._support.errors import raises
 from tests._support.numeric_ends import ends_of
 from tests._support.rollout_models import config_for
 
@@ -103,24 +104,20 @@ def test_step_budget_any_number_of_sequences_is_accepted(device: str, max_num_se
 
 
 @pytest.mark.parametrize(
-    ("layers", "overrides", "message"),
+    ("layers", "overrides", "key"),
     [
-        (4, [f"{ROLLOUT}.max_model_len=513"], "max_model_len=513 is more than the 512 positions of the student"),
-        (
-            4,
-            [f"{ROLLOUT}.tensor_model_parallel_size=3", "rollout.n_gpus_per_node=3"],
-            r"is 3; it must divide the model's 4 heads, 320 ids \(padded to a multiple of 64\), 2 key/value heads \(or",
-        ),
+        (4, [f"{ROLLOUT}.max_model_len=513"], "max_model_len"),
+        (4, [f"{ROLLOUT}.tensor_model_parallel_size=3", "rollout.n_gpus_per_node=3"], "tensor_model_parallel_size"),
         (
             32,
             [f"{ROLLOUT}.kv_cache_memory_megabytes=1", f"{ROLLOUT}.max_model_len=512", f"{ROLLOUT}.dtype=bfloat16"],
-            "kv_cache_memory_megabytes=1 does not hold one sequence of 512 tokens, which takes 2 MB",
+            "kv_cache_memory_megabytes",
         ),
     ],
 )
-def test_check_engine_fits_rejects_invalid_combinations(layers: int, overrides: list[str], message: str) -> None:
+def test_check_engine_fits_rejects_invalid_combinations(layers: int, overrides: list[str], key: str) -> None:
     shape = replace(SHAPE, layers=layers)
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, keys=(f"{ROLLOUT}.{key}",)):
         check_engine_fits(shape, config_for(Path("nowhere"), *overrides))
     check_engine_fits(shape, config_for(Path("nowhere"), f"{ROLLOUT}.max_model_len=512"))
 

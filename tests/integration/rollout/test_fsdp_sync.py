@@ -24,6 +24,7 @@ from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.checkpoint_names import folder_shapes
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from tests._support.causal_models import ENGINE_MODELS, save_engine_model
+from tests._support.errors import raises
 from tests._support.rollout_models import config_for, prompts, reference_logps
 from tests.integration.rollout.conftest import environment, generate_on, make_synchronizer
 from tests.integration.rollout.reusable_actors import samples
@@ -130,7 +131,7 @@ def assert_computed_by(model: Any, responses: dict[int, Response]) -> None:
 def test_sync_after_training_of_architecture_matches_its_export(name: str, workers: Workers, tmp_path: Path) -> None:
     """GPT-2 has the names of its published folder, which differ from those of transformers' modules."""
     folder, export = save_engine_model(tmp_path / "model", name), tmp_path / "export"
-    with pytest.raises(ModelError, match="strategy=fsdp"):
+    with raises(ModelError, path=folder, names=("model_type",)):
         read_student(config_for(folder))
     config = config_for(folder, *FSDP)
     read_student(config)

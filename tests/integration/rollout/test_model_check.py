@@ -11,11 +11,12 @@ from typing import Any, cast
 import pytest
 import ray
 
-from recipe_gkd.errors import WeightSyncError
+from recipe_gkd.cluster import Cluster
+from recipe_gkd.errors import ModelMismatch
 from recipe_gkd.hybrid.sync_probe import SyncProbe, probe_contexts
 from recipe_gkd.weight_sync.model_check import BOUND_FLOAT32_ON_CPU, MismatchGuard
-from recipe_gkd.workers import Workers
 from tests._support.engine_faults import FAULTS, keep_old_output_layer
+from tests._support.errors import raises
 from tests._support.rollout_models import VOCABULARY, config_for, prompts
 from tests.integration.rollout.conftest import NEW, OLD, Pool
 
@@ -40,11 +41,11 @@ def planted(pool: Pool, rank: int, fault: Callable[[Any], Callable[[], None]]) -
 
 
 def probe_of(pool: Pool, *ranks: int) -> SyncProbe:
-    workers = cast(Workers, SimpleNamespace(actors=pool.actor, rollouts=pool.group(*ranks)))
+    cluster = cast(Cluster, SimpleNamespace(actors=pool.actor, rollouts=pool.group(*ranks)))
     config = config_for(cast(Any, "unused"))
     contexts = probe_contexts([prompt.ids for prompt in prompts(20)], config)
     assert len(contexts[-1]) == 32 + 48 - 4 and all(ids.max() < VOCABULARY for ids in contexts)
-    return SyncProbe(config, workers, contexts)
+    return SyncProbe(config, cluster, contexts)
 
 
 def sync(pool: Pool, seed: int, *ranks: int) -> None:
@@ -71,15 +72,18 @@ def test_probe_planted_fault_is_caught_at_the_first_sync(pool: Pool, fault: str)
     with planted(pool, rank, FAULTS[fault]):
         sync(pool, NEW, rank)
         differences = measure(pool, rank)
-    with pytest.raises(WeightSyncError, match=r"another model than the actor.*rollout worker 0"):
+    with raises(ModelMismatch, n_steps=1) as caught:
         MismatchGuard(BOUND, 1, {"float32"}).observe(1, differences)
+    assert [source.split(" of ")[0] for source in caught.value.sources] == ["rollout worker 0"]
 
 
 def test_probe_failed_engine_is_left_out(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     sync(pool, OLD, 0)
 
     def invalidate(worker: Any, reason: str | None) -> None:
-        worker._updates.invalid_because = reason
+        from recipe_gkd.rollout.weight_updates import Invalidity
+
+        worker._updates.invalidity = None if reason is None else Invalidity(reason, "end it")
 
     ray.get(pool.handles[0].__ray_call__.remote(invalidate, "this test needs it"), timeout=30)
     try:

@@ -21,6 +21,7 @@ from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime import process_trees
 from recipe_gkd.runtime.process_id import is_alive
+from tests._support.errors import raises
 from tests._support.rollout_models import make_model, prompts, reference_logprobs
 from tests.integration.rollout.conftest import NEW, OLD, Pool, generate_on, make_synchronizer
 
@@ -75,9 +76,10 @@ def test_tp2_engine_killed_rank_worker_is_replaced(pool: Pool, tensor_pair: Work
         processes = process_trees.tree([place.pid])
         [rank] = [one.pid for one in processes if "VLLM::Worker_TP1" in psutil.Process(one.pid).name()]
         os.kill(rank, signal.SIGKILL)
-        # The label has the number of workers if the death is noticed before the engine accepts the prompts.
-        with pytest.raises(WorkerDied, match=r"rollout worker 0( of 1)?: the rollout engine failed"):
+        with raises(WorkerDied) as caught:
             await generate_on(tensor_pair, 0, prompts(4))
+        # The label has the number of workers if the death is noticed before the engine accepts the prompts.
+        assert caught.value.worker in ("rollout worker 0", "rollout worker 0 of 1") and caught.value.process
         assert await tensor_pair.dead() == [0] and not (await locate(tensor_pair.handles))[0].dead
         await restarts.replace_dead()
         assert not [one.pid for one in processes if is_alive(one)]

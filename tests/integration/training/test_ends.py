@@ -17,9 +17,10 @@ import pytest
 
 from recipe_gkd.checkpoints.run_lock import locked
 from recipe_gkd.diagnostics.exit_messages import SAVED_AND_STOPPED
-from recipe_gkd.errors import ConfigError
+from recipe_gkd.errors import RunFolderInUse
 from recipe_gkd.runtime.process_id import is_alive
 from recipe_gkd.runtime.process_trees import tree
+from tests._support.errors import raises
 from tests._support.training_command import Run, StartRun, Teacher, processes_of_run, running_teacher, stop_service
 from tests._support.waiting import wait_until
 
@@ -74,7 +75,7 @@ class TestSignal:
             assert "recipe_gkd_actor_kl_loss " in page.read().decode()
         with gzip.open(run.folder / "profile" / "step_2_rank_0.json.gz") as profile:
             assert json.load(profile)["traceEvents"]
-        with pytest.raises(ConfigError, match=f"in use by another run, on host .* with pid {run.process.pid}"):
+        with raises(RunFolderInUse, pid=run.process.pid):
             locked(run.folder).__enter__()
         os.killpg(run.process.pid, signal.SIGINT)
         assert_ended(run, 130, "interrupted; the newest checkpoint is ", timeout_s=60)

@@ -6,12 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from recipe_gkd.actor.megatron.checkpoint_load import check_same_dims
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.errors import CheckpointMismatch
+from tests._support.errors import raises
 
 DIMS = ModelDims(
     family="qwen3_moe", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab_size=96, tied=False,
@@ -31,13 +30,13 @@ class TestCheckSameDims:
         saved["mixture"] = saved.pop("moe")
         check_same_dims(CHECKPOINT, saved, DIMS)
         saved["mixture"] = None
-        with pytest.raises(CheckpointMismatch, match=r"step_8 is a checkpoint of another model \(moe: None there"):
+        with raises(CheckpointMismatch, differing=("moe",), path=CHECKPOINT):
             check_same_dims(CHECKPOINT, saved, DIMS)
 
     def test_unknown_field_of_newer_version_raises(self) -> None:
-        with pytest.raises(CheckpointMismatch, match=r"recipe_gkd does not support \(sliding_window: 64\); use the"):
+        with raises(CheckpointMismatch, differing=("sliding_window",), path=CHECKPOINT):
             check_same_dims(CHECKPOINT, saved_dims() | {"sliding_window": 64}, DIMS)
 
     def test_different_value_raises(self) -> None:
-        with pytest.raises(CheckpointMismatch, match=r"another model \(layers: 3 there, 2 here\)"):
+        with raises(CheckpointMismatch, differing=("layers",), path=CHECKPOINT):
             check_same_dims(CHECKPOINT, saved_dims() | {"layers": 3}, DIMS)

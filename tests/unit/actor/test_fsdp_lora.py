@@ -28,6 +28,7 @@ from recipe_gkd.config.schema import LoraConfig
 from recipe_gkd.errors import CheckpointMismatch, ConfigError
 from recipe_gkd.metrics.utilization import ActorUtilization
 from tests._support.base_config import base_config
+from tests._support.errors import raises
 
 LORA = "actor_rollout_ref.actor.lora"
 FSDP = "actor_rollout_ref.actor.strategy=fsdp"
@@ -89,7 +90,7 @@ class TestAddAdapters:
 
     @pytest.mark.parametrize("name", ["query", "lm_head", "embed_tokens", "proj"])
     def test_target_name_of_no_linear_layer_is_refused(self, name: str) -> None:
-        with pytest.raises(ConfigError, match=rf"has no linear layer {name}, .* q_proj, up_proj, v_proj"):
+        with raises(ConfigError, keys=(f"{LORA}.target_modules",)):
             add_adapters(make_model(), options(target_modules=["q_proj", name]), seed=1)
 
 
@@ -136,7 +137,7 @@ def test_checkpoint_of_other_alpha_is_refused() -> None:
         add_adapters(model, options(alpha=alpha), seed=1)
     saved, own = ({"model": model_dims(SimpleNamespace(module=model)), "weights": {}} for model in models.values())  # type: ignore[arg-type]
     check_same_model(Path("saved"), saved, saved["model"], {})
-    with pytest.raises(CheckpointMismatch, match="lora_alpha: 12 there, 8 here"):
+    with raises(CheckpointMismatch, differing=("lora_alpha",), path=Path("saved")):
         check_same_model(Path("saved"), saved, own["model"], {})
 
 
@@ -168,18 +169,19 @@ class TestDropout:
 
 class TestConfig:
     @pytest.mark.parametrize(
-        ("overrides", "message"),
+        ("overrides", "key"),
         [
-            ([f"{LORA}.rank=8"], "lora.rank=8 with .*strategy=megatron: .* set .*strategy=fsdp, or .*lora.rank=null"),
-            ([FSDP, f"{LORA}.target_modules=[q_proj]"], "target_modules=.* has no effect with .*rank=null"),
-            ([FSDP, f"{LORA}.dropout=0.1", f"{LORA}.rank=0"], "dropout=0.1 has no effect with .*rank=0"),
-            ([FSDP, f"{LORA}.rank=8", f"{LORA}.target_modules=[]"], "no layer gets an adapter"),
-            ([FSDP, f"{LORA}.rank=8", f"{LORA}.dropout=0.1", "gkd.distill_loss_type=k1"], "set .*lora.dropout=0"),
+            ([f"{LORA}.rank=8"], "rank"),
+            ([FSDP, f"{LORA}.target_modules=[q_proj]"], "target_modules"),
+            ([FSDP, f"{LORA}.dropout=0.1", f"{LORA}.rank=0"], "dropout"),
+            ([FSDP, f"{LORA}.rank=8", f"{LORA}.target_modules=[]"], "target_modules"),
+            ([FSDP, f"{LORA}.rank=8", f"{LORA}.dropout=0.1", "gkd.distill_loss_type=k1"], "dropout"),
         ],
     )
-    def test_setting_without_effect_is_refused(self, overrides: list[str], message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
+    def test_setting_without_effect_is_refused(self, overrides: list[str], key: str) -> None:
+        with raises(ConfigError) as caught:
             base_config(*overrides)
+        assert f"{LORA}.{key}" in caught.value.keys
 
     @pytest.mark.parametrize("overrides", [[], [f"{LORA}.rank=8", f"{LORA}.dropout=0.1"], [f"{LORA}.rank=0"]])
     def test_working_setting_is_accepted(self, overrides: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
@@ -27,11 +26,9 @@ from recipe_gkd.actor.megatron.packed_attention import PackedAttention
 from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
 from recipe_gkd.config.megatron_fields import FIXED_FIELDS
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.ray_cluster.startup_progress import StartupProgress
-from recipe_gkd.workers import _set_up_actors
+from tests._support.errors import raises
 from tests._support.layouts import BF16, CP2, OVERRIDE
 from tests._support.tiny_models import MEGATRON, make_config, make_folder
-from tests._support.worker_reports import rank_report
 
 Build = Callable[..., TransformerConfig]
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -95,19 +92,19 @@ class TestTransformerConfig:
         assert config.moe_router_dtype == "fp32"
 
     @pytest.mark.parametrize(
-        ("override", "reason"),
+        "override",
         [
-            ("attention_backend=unfused", "it is chosen for the GPU"),
-            ("transformer_impl=local", r"it is the key .*\.megatron\.transformer_impl"),
-            ("context_parallel_size=2", r"it is the key .*\.megatron\.context_parallel_size"),
-            ("params_dtype=float16", r"it follows from the key .*\.megatron\.dtype"),
-            ("window_size=[64,0]", "the rollout engine must compute the same model"),
-            ("attention_dropout=0.1", "no such noise"),
-            ("use_te_activation_func=true", "the actor chooses the activation"),
+            "attention_backend=unfused",
+            "transformer_impl=local",
+            "context_parallel_size=2",
+            "params_dtype=float16",
+            "window_size=[64,0]",
+            "attention_dropout=0.1",
+            "use_te_activation_func=true",
         ],
     )
-    def test_override_of_chosen_option_is_refused(self, override: str, reason: str, build: Build) -> None:
-        with pytest.raises(ConfigError, match=f"{override.split('=')[0]}=.* is not allowed, because .*{reason}"):
+    def test_override_of_chosen_option_is_refused(self, override: str, build: Build) -> None:
+        with raises(ConfigError, keys=(f"{OVERRIDE}.{override.split('=')[0]}",)):
             build(CPU, f"+{OVERRIDE}.{override}")
 
     def test_refused_overrides_are_fields_of_megatron(self) -> None:
@@ -128,12 +125,13 @@ class TestTransformerConfig:
         monkeypatch.setattr(TransformerConfig, "__post_init__", lambda self: None)  # would look for the package
         gpu(capability)
         overrides = (CP2.replace("=2", "=3"), BF16)
-        with pytest.raises(ConfigError, match="must divide the 4 heads") if is_refused else nullcontext():
+        keys = tuple(f"{MEGATRON}.{name}" for name in ("context_parallel_size", "tensor_model_parallel_size"))
+        with raises(ConfigError, keys=keys) if is_refused else nullcontext():
             build(GPU, *overrides, ranks=3)
 
     def test_transformer_engine_that_megatron_cannot_use_is_refused(self) -> None:
         assert not gpt_layer_specs.HAVE_TE
-        with pytest.raises(ConfigError, match=r"megatron-core cannot use Transformer Engine.*transformer_impl=local"):
+        with raises(ConfigError, keys=(f"{MEGATRON}.transformer_impl",)):
             ensure_megatron_supports_te()
 
 
@@ -233,24 +231,3 @@ class TestReport:
         monkeypatch.setattr("recipe_gkd.actor.megatron.transformer_impl.installed_version", lambda: "2.14.1")
         [warning] = layer_report(with_te(), "auto").warnings
         assert "2.14.1 is newer" in warning
-
-    def test_driver_logs_report_of_first_rank_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        class Actors:
-            name = "actor"
-
-            def __len__(self) -> int:
-                return 2
-
-            async def call_one(self, *_: Any, **__: Any) -> tuple[str, int]:
-                return "127.0.0.1", 1
-
-            async def call(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
-                return [rank_report(summary="layers: torch", warnings=("slow",))] * 2
-
-        actors: Any = Actors()
-        with caplog.at_level("INFO", logger="recipe_gkd.workers"):
-            asyncio.run(_set_up_actors(actors, 1.0, StartupProgress()))
-        assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-            ("INFO", "actor: layers: torch"),
-            ("WARNING", "actor: slow"),
-        ]

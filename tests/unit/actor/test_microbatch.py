@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 
 import numpy as np
 import pytest
+import torch
 
+from recipe_gkd.actor.context_parallel import shard_for_context
+from recipe_gkd.actor.device_batch import to_device
 from recipe_gkd.actor.loss_terms import GlobalDenominators, loss_term_masks
 from recipe_gkd.actor.microbatch import PackedBatch, bucket_by_length, micro_batches, pack
+from recipe_gkd.actor.staging import stage
+from recipe_gkd.actor.token_fields import TokenFields
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from tests._support.tiny_models import TOP_K, make_sample, make_samples, without_empty
 
@@ -117,6 +122,28 @@ class TestPack:
         unscored = replace(SAMPLES[-1], teacher=TeacherTopK.absent(len(SAMPLES[-1].response.ids)))
         assert pack([*narrow, unscored]).logps_TK.dtype == np.float16
         assert pack([narrow[0], samples[1]]).logps_TK.dtype == np.float32
+
+
+class TestTokenFields:
+    @pytest.mark.parametrize("one", fields(TokenFields), ids=lambda one: one.name)
+    @pytest.mark.parametrize("cp_size", [1, 2])
+    def test_field_reaches_the_device_with_the_values_of_its_sample(self, one: Field[object], cp_size: int) -> None:
+        """A field is declared once: packing, division among context ranks and the copy follow from the table."""
+        samples, device = without_empty(SAMPLES), torch.device("cpu")
+        packed, found = pack(samples, version=1), []
+        for cp_rank in range(cp_size):
+            shard, weights = shard_for_context(packed, {}, cp_rank=cp_rank, cp_size=cp_size)
+            batch = to_device(stage(shard, weights, device), device)
+            order = batch.sequence_T * 1000 + batch.positions_T
+            found += zip(order.tolist(), getattr(batch, one.name).tolist(), strict=True)
+        if one.name == "loss_rows_T":  # rows of the rank
+            return
+        expected = getattr(packed, one.name)
+        assert expected.dtype == np.dtype(one.metadata["dtype"])
+        np.testing.assert_array_equal([value for _, value in sorted(found)], expected)
+        if source := one.metadata.get("of_sample"):
+            of_tokens = [source(sample) for sample in samples for _ in sample.response.ids]
+            np.testing.assert_array_equal(expected, np.array(of_tokens, expected.dtype))
 
 
 class TestTeacherTopK:

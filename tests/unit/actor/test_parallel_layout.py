@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from recipe_gkd.actor.megatron.parallel import check_world_size
 from recipe_gkd.actor.ranks import Layout
 from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import base_config
+from tests._support.errors import raises
 from tests._support.layouts import CP2, PP2, TP2
+from tests._support.tiny_models import MEGATRON
 
 ONE_RANK = Layout(
     rank=0, world_size=1, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, cp_rank=0, cp_size=1, dp_rank=0, dp_size=1,
@@ -38,5 +38,6 @@ class TestCheckWorldSize:
     def test_check_world_size_with_context_ranks_needs_a_multiple_of_all_sizes(self) -> None:
         config = megatron_config(TP2, CP2, PP2)
         check_world_size(config, 8)
-        with pytest.raises(ConfigError, match="needs tensor 2 x context 2 x pipeline 2 = 8 ranks; start a multiple"):
+        sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+        with raises(ConfigError, keys=tuple(f"{MEGATRON}.{size}" for size in sizes)):
             check_world_size(config, 4)

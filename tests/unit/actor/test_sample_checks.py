@@ -11,6 +11,7 @@ from recipe_gkd.actor import sample_checks
 from recipe_gkd.actor.sample_checks import check_samples
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import DataError
+from tests._support.errors import raises
 from tests._support.tiny_models import make_sample, make_samples
 
 SAMPLES = make_samples(12)
@@ -46,7 +47,7 @@ class TestCheckSamples:
         longest = max(range(len(SAMPLES)), key=lambda i: len(SAMPLES[i].response.ids))
         invalid = with_row(SAMPLES[longest], len(SAMPLES[longest].response.ids) - 1, logps)
         position = len(invalid.response.ids) - 1
-        with pytest.raises(DataError, match=rf"sample {invalid.prompt.uid}: .* at response position {position};"):
+        with raises(DataError, uid=invalid.prompt.uid, position=position):
             check_samples([*SAMPLES[:longest], invalid, *SAMPLES[longest + 1 :]])
 
     @pytest.mark.parametrize("block_elements", [1, 20, 1 << 16])
@@ -62,16 +63,16 @@ class TestCheckSamples:
             assert sum(piece.size for piece in pieces) <= max(block_elements, pieces[0].shape[1])
 
     def test_check_samples_without_prompt_names_sample(self) -> None:
-        with pytest.raises(DataError, match="sample 7 has no prompt"):
+        with raises(DataError, uid=7, position=None):
             check_samples([*SAMPLES, make_sample(7, [], [2], [[-1.0]], [[3]])])
 
     @pytest.mark.parametrize("value", [0.1, np.nan, np.inf])
     @pytest.mark.parametrize("model", ["teacher", "student"])
-    def test_check_samples_with_invalid_token_log_probability_names_model(self, value: float, model: str) -> None:
+    def test_check_samples_with_invalid_token_log_probability_names_position(self, value: float, model: str) -> None:
         sample, logps_T = make_sample(7, [1], [2, 3], [[-1.0]] * 2, [[3]] * 2), np.array([-1, value], np.float32)
         if model == "teacher":
             sample = replace(sample, teacher=replace(sample.teacher, sampled_logps_T=logps_T))
         else:
             sample = replace(sample, response=replace(sample.response, logprobs=logps_T))
-        with pytest.raises(DataError, match=rf"sample 7: the {model}'s log-probability of a response token"):
+        with raises(DataError, uid=7, position=1):
             check_samples([*SAMPLES, sample])

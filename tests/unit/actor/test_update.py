@@ -14,4 +14,4 @@ def test_not_finite_advice_names_custom_loss() -> None:
     gkd = make_config(Path("unused")).gkd
     custom = replace(gkd, custom_loss=CustomLossConfig(path="/losses.py", name="my_loss"))
     assert "custom loss" not in not_finite_advice(gkd)
-    assert "Check the gradient of the custom loss my_loss of /losses.py, and the teacher's" in not_finite_advice(custom)
+    assert "check the gradient of the custom loss my_loss of /losses.py, and the teacher's" in not_finite_advice(custom)

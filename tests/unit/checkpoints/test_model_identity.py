@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipe_gkd.checkpoints import model_identity
-from recipe_gkd.checkpoints.model_identity import differences, identify_model
+from recipe_gkd.checkpoints.model_identity import Difference, describe_differences, differences, identify_model
 from recipe_gkd.errors import ModelError
+from tests._support.errors import raises
 
 WEIGHTS = "model.safetensors"
 
@@ -62,34 +63,43 @@ def change_weight(folder: Path, name: str, change: Callable[[torch.Tensor], torc
 def test_identify_model_same_content_is_the_same_model(model: Path, change: Callable[[Path], object]) -> None:
     copied = shutil.copytree(model, model.parent / "copied")
     change(copied)
-    assert differences(identify(model), identify(copied)) == ""
+    assert differences(identify(model), identify(copied)) == []
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "expected"),
     [
-        (lambda folder: set_config(folder, rms_norm_eps=0.5), r"^config\.json: rms_norm_eps: 1e-06 -> 0\.5$"),
-        (lambda folder: set_config(folder, new={"a": 1}), r"^config\.json: new\.a: not set -> 1$"),
+        (lambda folder: set_config(folder, rms_norm_eps=0.5), {"config.json: rms_norm_eps": ("1e-06", "0.5")}),
+        (lambda folder: set_config(folder, new={"a": 1}), {"config.json: new.a": ("not set", "1")}),
         (
             lambda folder: change_weight(folder, "model.norm.weight", lambda weight: weight * 2),
-            r"^values of the weights: \w{32} -> \w{32}$",
+            {"values of the weights": None},
         ),
         (
             lambda folder: change_weight(folder, "model.embed_tokens.weight", lambda weight: weight.bfloat16()),
-            "^names, types and shapes of the weights: .*; values of the weights: ",
+            {"names, types and shapes of the weights": None, "values of the weights": None},
         ),
     ],
     ids=["config", "nested config", "one tensor", "data type"],
 )
-def test_identify_model_other_content_is_named(model: Path, change: Callable[[Path], object], message: str) -> None:
+def test_identify_model_other_content_is_named(
+    model: Path, change: Callable[[Path], object], expected: dict[str, tuple[str, str] | None]
+) -> None:
+    """Expected are the names of the properties, with both values if they are not hashes."""
     before = identify(model)
     change(model)
-    found = differences(before, identify(model))
-    assert re.search(message, found), found
+    found = {each.name: (each.before, each.now) for each in differences(before, identify(model))}
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        if values is None:
+            assert all(re.fullmatch(r"\w{32}", value) for value in found[name]) and len(set(found[name])) == 2
+        else:
+            assert found[name] == values
 
 
 def test_identify_model_other_tokenizer_is_named(model: Path) -> None:
-    assert differences(identify(model), identify_model(model, "sha256:2")) == "tokenizer: sha256:1 -> sha256:2"
+    found = differences(identify(model), identify_model(model, "sha256:2"))
+    assert found == [Difference("tokenizer", "sha256:1", "sha256:2")]
 
 
 def test_identify_model_reads_samples_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +115,14 @@ def test_identify_model_reads_samples_only(model: Path, monkeypatch: pytest.Monk
     assert identify(model) == before
 
 
-def test_differences_lists_five() -> None:
+def test_description_lists_five_differences() -> None:
     before = {f"key{i}": "a" for i in range(7)}
-    found = differences(before, dict.fromkeys(before, "b"))
-    assert found.count("->") == 5 and found.endswith("; and 2 more")
+    text = describe_differences(differences(before, dict.fromkeys(before, "b")))
+    assert text.count("->") == 5 and text.endswith("; and 2 more")
+    assert describe_differences([]) == "" and describe_differences([Difference("a", "1", "2")]) == "a: 1 -> 2"
 
 
 def test_identify_model_unreadable_folder_is_a_model_error(model: Path) -> None:
     (model / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.path: the files of .*model cannot be read"):
+    with raises(ModelError, path=model):
         identify(model)

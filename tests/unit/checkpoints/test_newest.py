@@ -19,6 +19,7 @@ from recipe_gkd.errors import CheckpointError
 from recipe_gkd.metrics.run_summary import RunSummary
 from tests._support.base_config import base_config
 from tests._support.checkpoint_files import PROGRESS, write_checkpoints
+from tests._support.errors import raises
 from tests.unit.commands.test_export_source import make_checkpoint, make_run
 
 
@@ -32,20 +33,21 @@ class TestFindCheckpoint:
         assert find_checkpoint(tmp_path / "global_step_4").name == "global_step_4"
 
     def test_folder_without_checkpoint_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointError, match="neither a checkpoint nor a run with checkpoints"):
+        with raises(CheckpointError, path=tmp_path, tried=()):
             find_checkpoint(tmp_path)
 
     @pytest.mark.parametrize("name", ["trainer.json", "actor/metadata.json"])
     def test_incomplete_checkpoint_names_the_missing_file(self, name: str, tmp_path: Path) -> None:
         folder = make_checkpoint(tmp_path)
         (folder / name).unlink()
-        with pytest.raises(CheckpointError, match=f"not a complete checkpoint: it has no {name}"):
+        with raises(CheckpointError, path=folder / name):
             find_checkpoint(folder)
 
     def test_run_without_complete_checkpoint_lists_the_reasons(self, tmp_path: Path) -> None:
-        for step in (4, 8):
-            (make_checkpoint(tmp_path, step) / "trainer.json").unlink()
-        with pytest.raises(CheckpointError, match=r"no complete checkpoint .*global_step_8.*trainer.*global_step_4"):
+        folders = [make_checkpoint(tmp_path, step) for step in (4, 8)]
+        for folder in folders:
+            (folder / "trainer.json").unlink()
+        with raises(CheckpointError, path=tmp_path, tried=(folders[1], folders[0])):
             find_checkpoint(tmp_path)
 
 

@@ -29,6 +29,7 @@ from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.runtime.stop_request import StopRequest
 from tests._support.base_config import base_config
 from tests._support.checkpoint_files import PROGRESS, begin_checkpoint, write_checkpoints
+from tests._support.errors import raises
 
 
 def config(root: Path, *overrides: str) -> Config:
@@ -81,11 +82,12 @@ def test_damaged_checkpoint_is_skipped_unless_chosen(
     damage(tmp_path / "global_step_8" / name)
     assert steps(tmp_path) == [4, 2]
     assert "skipping a damaged checkpoint" in caplog.text and "global_step_8" in caplog.text
-    with pytest.raises(CheckpointError, match=r"global_step_8.*(not a complete checkpoint|cannot be read)"):
+    with raises(CheckpointError, path=tmp_path / "global_step_8" / name, tried=()):
         steps(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_8")
     for step in (2, 4):
         (tmp_path / f"global_step_{step}" / "trainer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used .*resume_mode=disable"):
+    tried = tuple(tmp_path / f"global_step_{step}" for step in (8, 4, 2))
+    with raises(CheckpointError, path=tmp_path, tried=tried):
         steps(tmp_path)  # a new run would overwrite the folder
 
 
@@ -103,7 +105,7 @@ def test_highest_step_counts_without_readable_pointer(
 @pytest.mark.parametrize("changed", [{"n_prompts": 999}, {"data_seed": 2}, {"shuffle": False}])
 def test_other_data_or_order_is_rejected(tmp_path: Path, changed: dict[str, Any]) -> None:
     write_checkpoints(tmp_path, 2, 4)
-    with pytest.raises(CheckpointMismatch, match=next(iter(changed))):
+    with raises(CheckpointMismatch, differing=tuple(changed)):
         steps(tmp_path, expected=replace(PROGRESS, **changed))
 
 
@@ -111,10 +113,7 @@ def test_other_prompts_of_equal_number_are_rejected(tmp_path: Path, caplog: pyte
     write_checkpoints(tmp_path)
     change(tmp_path, 4, data_fingerprint="abc")
     assert steps(tmp_path, expected=replace(PROGRESS, data_fingerprint="abc")) == [4] and not caplog.text
-    with pytest.raises(
-        CheckpointMismatch,
-        match=r"other prompts: .* fingerprint is abc, and that of this run is xyz\. Restore data\.train_files",
-    ):
+    with raises(CheckpointMismatch, differing=("data_fingerprint",), path=tmp_path / "global_step_4"):
         steps(tmp_path, expected=replace(PROGRESS, data_fingerprint="xyz"))
 
 
@@ -129,7 +128,7 @@ def test_other_reference_responses_are_rejected_if_both_runs_use_them(tmp_path: 
     for fingerprint in ("abc", ""):
         [point] = resume_points(config(tmp_path), with_responses(fingerprint))
         assert point.progress == with_responses("abc")
-    with pytest.raises(CheckpointMismatch, match=r"other reference responses: .* is abc, and that of this run is xyz"):
+    with raises(CheckpointMismatch, differing=("references_fingerprint",), path=tmp_path / "global_step_4"):
         steps(tmp_path, expected=with_responses("xyz"))
 
 
@@ -144,8 +143,7 @@ def test_other_teacher_prompts_are_rejected_if_both_runs_have_them(tmp_path: Pat
     for fingerprint in ("abc", ""):
         [point] = resume_points(config(tmp_path), with_prompts(fingerprint))
         assert point.progress == with_prompts("abc")
-    message = r"other prompts of the teachers: .* is abc, and .* is xyz\. Restore .* \(data\.teacher_prompt_key"
-    with pytest.raises(CheckpointMismatch, match=message):
+    with raises(CheckpointMismatch, differing=("teacher_prompts_fingerprint",), path=tmp_path / "global_step_4"):
         steps(tmp_path, expected=with_prompts("xyz"))
 
 
@@ -157,7 +155,7 @@ def test_former_name_of_references_fingerprint_is_read(tmp_path: Path) -> None:
     file.write_text(json.dumps(values | {"answers_fingerprint": "abc"}))
     [point] = resume_points(config(tmp_path), PROGRESS)
     assert point.progress == replace(PROGRESS, references_fingerprint="abc")
-    with pytest.raises(CheckpointMismatch, match="other reference responses"):
+    with raises(CheckpointMismatch, differing=("references_fingerprint",)):
         steps(tmp_path, expected=replace(PROGRESS, references_fingerprint="xyz"))
 
 
@@ -186,7 +184,7 @@ def test_fingerprint_of_older_format_is_not_compared_and_replaced(
     assert point.progress == replace(PROGRESS, **new)
     assert "made by an older version, so its prompts of the teachers cannot be compared" in caplog.text
     file.write_text(json.dumps(json.loads(file.read_text()) | new))
-    with pytest.raises(CheckpointMismatch, match="other prompts of the teachers"):
+    with raises(CheckpointMismatch, differing=("teacher_prompts_fingerprint",)):
         resume_points(config(tmp_path), replace(PROGRESS, **new | {"teacher_prompts_fingerprint": f"{FORMAT}3"}))
 
 
@@ -217,13 +215,14 @@ def test_checkpoint_with_damaged_shards_is_skipped(caplog: pytest.LogCaptureFixt
 
 
 def test_chosen_or_mismatched_checkpoint_is_not_skipped() -> None:
-    damaged = Actors({8: CheckpointError("shard 3"), 6: CheckpointError("shard 5")})
-    with pytest.raises(CheckpointError, match="shard 3"):
+    damaged = Actors({8: CheckpointError("shard 3", path=Path("3")), 6: CheckpointError("shard 5", path=Path("5"))})
+    with raises(CheckpointError, path=Path("3"), tried=()):
         asyncio.run(load_first_usable(points(8), damaged.load, may_skip=False))
-    with pytest.raises(CheckpointError, match=r"no checkpoint could be loaded \(shard 3; shard 5\); choose another"):
+    tried = Path("/run/global_step_8"), Path("/run/global_step_6")
+    with raises(CheckpointError, path=Path("/run"), tried=tried, details=("shard 3", "shard 5")):
         asyncio.run(load_first_usable(points(8, 6), damaged.load, may_skip=True))
-    other = Actors({8: CheckpointMismatch("of another model")})
-    with pytest.raises(CheckpointMismatch, match="of another model"):
+    other = Actors({8: CheckpointMismatch("of another model", differing=("family",))})
+    with raises(CheckpointMismatch, differing=("family",)):
         asyncio.run(load_first_usable(points(8, 6), other.load, may_skip=True))
     assert other.loaded == ["/run/global_step_8/actor"]
 
@@ -252,8 +251,8 @@ def test_position_and_best_follow_loaded_checkpoint(
         return []
 
     @asynccontextmanager
-    async def start_workers(*_: Any, total_steps: int, **__: Any) -> AsyncIterator[Any]:
-        called.append(("start_workers", total_steps))
+    async def start_cluster(*_: Any, total_steps: int, **__: Any) -> AsyncIterator[Any]:
+        called.append(("start_cluster", total_steps))
         yield SimpleNamespace(actors=SimpleNamespace(call=call), scoring=None)
 
     class Trainer:
@@ -262,7 +261,7 @@ def test_position_and_best_follow_loaded_checkpoint(
 
         async def fit(self, stop: StopRequest) -> None: ...
 
-    monkeypatch.setattr(main_gkd, "start_workers", start_workers)
+    monkeypatch.setattr(main_gkd, "start_cluster", start_cluster)
     monkeypatch.setattr(main_gkd, "Trainer", Trainer)
     monkeypatch.setattr(main_gkd, "choose_device", lambda _: "cpu")
     validation = ["trainer.test_freq=1", "data.val_files=x", "custom_reward_function.path=x"]
@@ -278,7 +277,7 @@ def test_position_and_best_follow_loaded_checkpoint(
     load = ("load_checkpoint", str(tmp_path / "global_step_4" / "actor"))
     if damaged:
         assert called == [
-            ("start_workers", 10),
+            ("start_cluster", 10),
             load,
             ("load_checkpoint", str(tmp_path / "global_step_2" / "actor")),
             ("set_total_steps", 11),
@@ -286,7 +285,7 @@ def test_position_and_best_follow_loaded_checkpoint(
         assert start.progress.prompts_trained == 10 and start.best == Best("m", 0.1, 2)
         assert (tmp_path / "best").readlink() == Path("global_step_2")
     else:
-        assert called == [("start_workers", 10), load]
+        assert called == [("start_cluster", 10), load]
         assert start.progress.prompts_trained == 40 and start.best == Best("m", 0.2, 4)
 
 

@@ -21,9 +21,10 @@ import pytest
 from recipe_gkd.checkpoints.run_folder import run_folder
 from recipe_gkd.checkpoints.run_lock import LOCK, locked
 from recipe_gkd.config import Config
-from recipe_gkd.errors import ConfigError, ModelError, WorkerDied
+from recipe_gkd.errors import ModelError, RunFolderInUse, WorkerDied
 from recipe_gkd.main_gkd import main
 from tests._support.base_config import CONFIG_NAME, base_config
+from tests._support.errors import raises
 
 
 def config(root: Path, *overrides: str) -> Config:
@@ -89,7 +90,7 @@ def test_second_run_is_rejected_until_first_process_ends(
 
 def test_removed_lock_file_allows_new_lock(tmp_path: Path) -> None:
     with locked(tmp_path):
-        with pytest.raises(ConfigError, match=f"with pid {os.getpid()}"), locked(tmp_path):
+        with raises(RunFolderInUse, path=tmp_path, pid=os.getpid(), host=socket.gethostname()), locked(tmp_path):
             pass
         (tmp_path / LOCK).unlink()
         with locked(tmp_path):  # a new file is a new lock
@@ -122,7 +123,7 @@ def test_file_system_without_locks_warns_and_checks_owner(
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with locked(tmp_path):
         assert "does not support locks (No locks available)" in caplog.text and "was none" in caplog.text
-        with pytest.raises(ConfigError, match=f"in use by another run.* pid {os.getpid()}"), locked(tmp_path):
+        with raises(RunFolderInUse, path=tmp_path, pid=os.getpid()), locked(tmp_path):
             pass
     owner = json.loads((tmp_path / LOCK).read_text())
     owner["process"]["start_ticks"] -= 1  # another process had this pid

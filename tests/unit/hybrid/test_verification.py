@@ -12,7 +12,8 @@ from recipe_gkd.hybrid.sync_probe import mismatch_bound
 from recipe_gkd.hybrid.verification import MAX_REQUEST_TOKENS, largest_difference, request_ids
 from recipe_gkd.weight_sync.model_check import default_bound
 from tests._support.base_config import CONFIG_NAME, REQUIRED
-from tests._support.described_workers import make_workers
+from tests._support.described_cluster import described_cluster
+from tests._support.errors import raises
 
 EXPECTED = [-1.0, -2.0, -0.5]
 BOUND = default_bound({"bfloat16"}, on_cpu=True)
@@ -36,11 +37,8 @@ def test_rounding_errors_pass(dtypes: set[str], noise: float) -> None:
 def test_other_weights_are_refused_with_the_name_of_the_engine(wrong: list[float]) -> None:
     """An engine that wakes without weights gives every token the same probability."""
     got = {"rollout worker 0": EXPECTED, "rollout worker 1": wrong}
-    with pytest.raises(
-        WeightSyncError, match=r"wrong weights: .* of 4 fixed tokens .* by rollout worker 1: "
-    ) as caught:
+    with raises(WeightSyncError, invalid=("rollout worker 1",)):
         largest_difference(EXPECTED, got, BOUND)
-    assert "worker 0" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("override", "bound"), [("auto", 0.004), ("0.5", 0.5), ("null", None)])
@@ -50,6 +48,6 @@ def test_bound_is_that_of_the_configuration(override: str, bound: float | None) 
         CONFIG_NAME,
         [*REQUIRED, f"{ROLLOUT}.mismatch_bound={override}", "actor_rollout_ref.actor.megatron.dtype=float32"],
     )
-    assert mismatch_bound(config, make_workers("float32")) == bound
-    with pytest.raises(WeightSyncError, match=rf"expected at most {bound}") if bound else nullcontext():
+    assert mismatch_bound(config, described_cluster("float32")) == bound
+    with raises(WeightSyncError, invalid=("rollout worker 0",)) if bound else nullcontext():
         assert largest_difference(EXPECTED, got, bound) == pytest.approx(0.7)

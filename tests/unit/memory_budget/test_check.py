@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from recipe_gkd.errors import DeadlineError, ResourceError
+from recipe_gkd.errors import DeadlineError, MemoryBudgetError
 from recipe_gkd.memory_budget import check, phases
 from recipe_gkd.memory_budget.actor_states import ActorMemory
 from recipe_gkd.memory_budget.phases import GIB
 from tests._support.base_config import base_config
+from tests._support.errors import raises
 
 HYBRID = ("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync")
 POOLS: list[Any] = [SimpleNamespace(group="actor", spec=SimpleNamespace(n_per_node=2))]
@@ -47,7 +48,7 @@ class TestCheckBudget:
         assert "8.00 GiB" in caplog.text and "generate" in caplog.text
 
     def test_node_with_too_little_memory_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(ResourceError, match=r"one CPU slot of node host-bb \(bb\)"):
+        with raises(MemoryBudgetError, node="node host-bb (bb)"):
             self.run({"aa": 8 * GIB, "bb": 5 * GIB}, monkeypatch, *HYBRID)
 
     def test_node_with_unknown_memory_is_not_checked(
@@ -57,7 +58,7 @@ class TestCheckBudget:
         assert "the memory of 2 of 2 nodes is unknown" in caplog.text
 
     def test_silent_node_is_named_at_the_deadline(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(DeadlineError, match=r"node aa did not answer within 0\.2 s"):
+        with raises(DeadlineError, phase="memory of the slots", missing=("node aa",), waited_s=0.2):
             self.run({"aa": asyncio.sleep(60)}, monkeypatch, *HYBRID)
 
     def test_without_hybrid_engine_nothing_is_read(self, monkeypatch: pytest.MonkeyPatch) -> None:

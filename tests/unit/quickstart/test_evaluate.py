@@ -40,7 +40,7 @@ def test_read_problems_missing_file_raises(tmp_path: Path) -> None:
 
 
 def test_generate_greedy_without_a_model_raises(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="not a Hugging Face model folder"):
+    with raises(ModelError, path=tmp_path / "config.json"):
         generate_greedy(tmp_path, [])
 
 

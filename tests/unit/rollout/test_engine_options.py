@@ -14,6 +14,7 @@ from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.environment import worker_environment
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.runtime.worker_variables import worker_variables
+from tests._support.errors import raises
 from tests._support.rollout_models import config_for
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -82,15 +83,15 @@ class TestStepBudget:
         options = replace(options_for("cpu"), max_model_len=5000)
         assert step_budget(options, 8192) == {"enable_chunked_prefill": False, "max_num_batched_tokens": 5000}
         assert step_budget(replace(options, max_num_batched_tokens=6000), 8192)["max_num_batched_tokens"] == 6000
-        with pytest.raises(ConfigError, match=r"max_num_batched_tokens=4999 is less than .* 5000 tokens"):
+        with raises(ConfigError, keys=(f"{ROLLOUT}.max_num_batched_tokens",)):
             step_budget(replace(options, max_num_batched_tokens=4999), 8192)
 
     def test_max_num_batched_tokens_that_vllm_rejects_are_refused_before_the_start(self) -> None:
         tokens = f"{ROLLOUT}.max_num_batched_tokens=79"
-        with pytest.raises(ConfigError, match=r"max_num_batched_tokens=79 is less than max_num_seqs=80,.* to null"):
+        with raises(ConfigError, keys=(f"{ROLLOUT}.max_num_batched_tokens", f"{ROLLOUT}.max_num_seqs")):
             config_for(Path("nowhere"), tokens, f"{ROLLOUT}.max_num_seqs=80")
         fitting = f"{ROLLOUT}.max_num_seqs=8"
-        with pytest.raises(ConfigError, match="longest sequence of 80 tokens, and prompts are not split on a CPU"):
+        with raises(ConfigError, keys=(f"{ROLLOUT}.max_num_batched_tokens",)):
             check_engine_fits(DIMS, config_for(Path("nowhere"), tokens, fitting))
         check_engine_fits(DIMS, config_for(Path("nowhere"), tokens, fitting, "trainer.device=cuda"))
 

@@ -20,6 +20,8 @@ from recipe_gkd.rollout.engine_factory import build_engine
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.update_outcome import UpdateOutcome
 from recipe_gkd.rollout.weight_updates import WeightUpdates
+from recipe_gkd.runtime.out_of_memory import ADVICE, MemoryPhase
+from tests._support.errors import raises
 from tests._support.rollout_models import prompts
 
 pytestmark = pytest.mark.timeout(30)
@@ -73,10 +75,13 @@ def test_step_raises_fails_all_requests_and_later_commands(
         accepted.result(5)
     inner.fail.set()
     assert inner.closed.wait(5)
-    assert len(results) == 2 and all("the device fell off" in str(result) for result in results)
-    assert all(isinstance(result, WorkerDied) for result in results)
-    with pytest.raises(WorkerDied, match="the rollout engine failed: RuntimeError: the device fell off"):
+    with raises(WorkerDied) as caught:
         engine.run(lambda _: None).result(5)
+    errors = [caught.value, *results]
+    # Copies, because each caller adds its own place.
+    assert len(results) == 2 and len(set(map(id, errors))) == 3
+    for error in errors:
+        assert isinstance(error, WorkerDied) and "RuntimeError: the device fell off" in error.what
     engine.close()
 
 
@@ -90,7 +95,7 @@ def test_run_device_loss_ends_engine(
     def load(_: Any) -> None:
         raise RuntimeError("CUDA error: the device fell off")
 
-    with pytest.raises(WorkerDied, match="the rollout engine failed: RuntimeError: CUDA error"):
+    with raises(WorkerDied, process="", keys=()):
         engine.run(load).result(5)
     assert inner.closed.wait(5) and isinstance(results[0], WorkerDied)
     engine.close()
@@ -98,7 +103,7 @@ def test_run_device_loss_ends_engine(
 
 @pytest.mark.parametrize(("fails_in", "phase"), [("step", "generate"), ("command", "weight sync")])
 def test_lack_of_memory_names_phase_and_keys(
-    fails_in: str, phase: str, failing: tuple[RolloutEngine, FailingEngine], monkeypatch: pytest.MonkeyPatch
+    fails_in: str, phase: MemoryPhase, failing: tuple[RolloutEngine, FailingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, inner = failing
 
@@ -109,9 +114,10 @@ def test_lack_of_memory_names_phase_and_keys(
         monkeypatch.setattr(inner, "step", fail)
         engine.submit(prompts(1), [{}], lambda _: None)
         assert inner.closed.wait(5)
-    with pytest.raises(WorkerDied, match=f"the rollout engine failed: {phase}: out of memory") as caught:
+    with raises(WorkerDied, phase=phase, keys=ADVICE["rollout", phase].keys) as caught:
         engine.run(fail).result(5)
-    assert "memory: resident" in str(caught.value) and "lower actor_rollout_ref.rollout." in str(caught.value)
+    [memory] = caught.value.details
+    assert memory.startswith("memory: resident")
     engine.close()
 
 
@@ -120,17 +126,17 @@ def test_receive_device_loss_of_other_worker_keeps_engine(
 ) -> None:
     """A weight transport repeats the reason of one worker in the errors of all others."""
     engine, inner = failing
-    message = "WeightSyncError: weight transport, bucket 2: rollout worker 1 failed: CUDA error: the device fell off"
+    error = WeightSyncError("rollout worker 1 failed: CUDA error: the device fell off", phase="weight transport")
 
     def receive(is_unusable: bool) -> None:
-        outcome = UpdateOutcome(error=message, is_unusable=is_unusable)
+        outcome = UpdateOutcome(error=error, is_unusable=is_unusable)
         ranks = SimpleNamespace(collective_rpc=lambda *_, **__: [outcome])
         engine.run(lambda _: WeightUpdates("rollout worker 0").receive(ranks, 1, [], 1, None)).result(5)
 
-    with pytest.raises(WeightSyncError, match="CUDA error"):
+    with raises(WeightSyncError, phase="weight transport", worker="rollout worker 0"):
         receive(is_unusable=False)
     assert engine.run(lambda _: 7).result(5) == 7
-    with pytest.raises(WorkerDied, match=r"^the rollout engine failed: rollout worker 0: WeightSyncError: .*CUDA"):
+    with raises(WorkerDied, phase="weight transport", worker="rollout worker 0"):
         receive(is_unusable=True)
     assert inner.closed.wait(5)
     engine.close()
@@ -149,8 +155,9 @@ def test_run_command_raises_only_its_future_fails(failing: tuple[RolloutEngine, 
         engine.run(lambda _: 1 // 0).result(5)
     assert engine.run(lambda inside: inside is inner).result(5)
     engine.close()
-    with pytest.raises(WorkerError, match="closed"):
+    with raises(WorkerError) as caught:
         engine.run(lambda _: None).result(5)
+    assert not isinstance(caught.value, WorkerDied)
 
 
 def test_rank_died_ends_all_while_thread_hangs(
@@ -169,7 +176,7 @@ def test_rank_died_ends_all_while_thread_hangs(
     assert hangs.wait(5)
     engine._rank_died("VllmWorker-1")
     for waiting in (command, later, engine.run(lambda _: None)):
-        with pytest.raises(WorkerDied, match="its process VllmWorker-1 died"):
+        with raises(WorkerDied, process="VllmWorker-1"):
             waiting.result(5)
     assert len(results) == 1 and isinstance(results[0], WorkerDied)
     released.set()
@@ -187,7 +194,7 @@ def test_start_description_raises_shuts_engine_down(
 
     monkeypatch.setattr(module, "describe_engine", describe)
     engine = RolloutEngine(OPTIONS)
-    with pytest.raises(WorkerDied, match="the rollout engine failed: AttributeError: no such field of vLLM"):
+    with raises(WorkerDied, process="", keys=()):
         engine.start().result(5)
     assert inner.closed.wait(5)
     engine.close()
@@ -226,7 +233,7 @@ def test_run_command_fails_before_rank_death_is_noticed(
     command = engine.run(load)
     assert failed.wait(5)
     engine._rank_died("VllmWorker-1")
-    with pytest.raises(WorkerDied, match="its process VllmWorker-1 died"):
+    with raises(WorkerDied, process="VllmWorker-1"):
         command.result(5)
     engine.close()
 
@@ -244,7 +251,7 @@ def test_abort_removes_only_given_requests(failing: tuple[RolloutEngine, Failing
 
 
 def test_start_folder_without_model_is_named() -> None:
-    with pytest.raises(ModelError, match=r"/no/such/folder has no config.json; actor_rollout_ref.model.path must be"):
+    with raises(ModelError, path=Path("/no/such/folder/config.json")):
         RolloutEngine(OPTIONS).start().result(5)
 
 
@@ -253,16 +260,20 @@ def test_start_unreadable_folder_is_worker_error(monkeypatch: pytest.MonkeyPatch
         raise PermissionError("no access")
 
     monkeypatch.setattr(Path, "is_file", refuse)
-    with pytest.raises(WorkerError, match=r"vLLM could not be started .*PermissionError"):
+    with raises(WorkerError, keys=("actor_rollout_ref.rollout",), details=()) as caught:
         build_engine(replace(OPTIONS, model_path="/secret"))
+    assert isinstance(caught.value.__cause__, PermissionError)
 
 
 @pytest.mark.parametrize(
     ("error", "key"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "lower .*kv_cache_memory_megabytes"),
-        (ValueError("No available memory for the cache blocks."), "raise .*gpu_memory_utilization"),
-        (ValueError("Free memory on device cuda:0 is less than desired GPU memory utilization"), "lower .*utilization"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "max_num_seqs"),
+        (ValueError("No available memory for the cache blocks."), "kv_cache_memory_megabytes"),
+        (
+            ValueError("Free memory on device cuda:0 is less than desired GPU memory utilization"),
+            "gpu_memory_utilization",
+        ),
     ],
     ids=str,
 )
@@ -273,5 +284,8 @@ def test_start_without_enough_memory_names_memory_and_keys(
         raise error
 
     monkeypatch.setattr(Path, "is_file", refuse)
-    with pytest.raises(WorkerError, match=rf"(?s)vLLM could not be started .*resident memory.*{key}"):
+    with raises(WorkerError) as caught:
         build_engine(replace(OPTIONS, model_path="/secret"))
+    assert f"actor_rollout_ref.rollout.{key}" in caught.value.keys and caught.value.__cause__ is error
+    [memory] = caught.value.details
+    assert "resident memory" in memory

@@ -9,6 +9,7 @@ import pytest
 
 from recipe_gkd.errors import ModelError
 from recipe_gkd.rollout.sampling import request_seed, sampling_from, stop_token_ids
+from tests._support.errors import raises
 from tests._support.rollout_models import config_for
 
 
@@ -36,13 +37,13 @@ class TestStopTokenIds:
         folder_with(tmp_path, config={"eos_token_id": None}, generation_config={"eos_token_id": 0})
         assert stop_token_ids(str(tmp_path)) == (0,)
         (tmp_path / "config.json").write_text("{")
-        with pytest.raises(ModelError, match="not valid JSON"):
+        with raises(ModelError, path=tmp_path / "config.json"):
             stop_token_ids(str(tmp_path))
 
     @pytest.mark.parametrize("value", ["</s>", [1, "</s>"], True, -1])
     def test_stop_token_ids_invalid_value_raises(self, tmp_path: Path, value: object) -> None:
         folder_with(tmp_path, config={"eos_token_id": value})
-        with pytest.raises(ModelError, match=r"has eos_token_id=.*expected a token id or a list of token ids"):
+        with raises(ModelError, path=tmp_path, names=("eos_token_id",)):
             stop_token_ids(str(tmp_path))
 
 

@@ -18,9 +18,12 @@ from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.rollout.update_memory import free_memory, largest_layer_bytes, memory_shortage, update_memory
 from recipe_gkd.rollout.update_outcome import UpdateOutcome
 from recipe_gkd.weight_sync.spec import TransportAddress
+from tests._support.errors import raises
 from tests._support.rollout_models import config_for
 
 MIB, GIB = 1 << 20, 1 << 30
+ROLLOUT = "actor_rollout_ref.rollout"
+BUCKET_KEY, CACHE_KEY = f"{ROLLOUT}.update_weights_bucket_megabytes", f"{ROLLOUT}.gpu_memory_utilization"
 CUDA = torch.device("cuda", 0)
 
 
@@ -62,20 +65,19 @@ class TestUpdateMemory:
     def test_shortage_names_keys_and_numbers(self) -> None:
         # Qwen2.5-7B at the default bucket size: the embedding, and buckets of 512 MiB.
         needed = update_memory([1039 * MIB] + [512 * MIB] * 26, layer_bytes=1039 * MIB)
-        options = dict(bucket_bytes=512 * MIB, n_sharing_host=1, remedy="gpu_memory_utilization (now 0.95)")
-        assert memory_shortage(needed, needed.in_place, **options) == ""  # type: ignore[arg-type]
-        message = memory_shortage(needed, 2 * GIB, **options)  # type: ignore[arg-type]
-        assert "needs 3.03 GiB (2.01 for buckets, 1.01 for the largest layer; 28.03 if it were kept aside)" in message
-        assert "2.00 GiB are free" in message
-        assert "actor_rollout_ref.rollout.update_weights_bucket_megabytes (now 512)" in message
-        assert message.endswith("gpu_memory_utilization (now 0.95)")
+        options = dict(bucket_bytes=512 * MIB, n_sharing_host=1, cache_key=CACHE_KEY, cache_value=0.95)
+        assert memory_shortage(needed, needed.in_place, **options) is None  # type: ignore[arg-type]
+        error = memory_shortage(needed, 2 * GIB, **options)  # type: ignore[arg-type]
+        assert error is not None and error.keys == (BUCKET_KEY, CACHE_KEY)
+        for number in ("3.03 GiB", "2.01 for buckets", "1.01 for the largest layer", "28.03 if", "2.00 GiB are free"):
+            assert number in error.what
+        assert f"{BUCKET_KEY} (now 512)" in error.remedy and f"{CACHE_KEY} (now 0.95)" in error.remedy
 
     def test_shortage_counts_all_processes_of_a_host(self) -> None:
         needed = update_memory([MIB], layer_bytes=0)
-        options = dict(bucket_bytes=MIB, remedy="x")
-        assert not memory_shortage(needed, 3 * MIB, n_sharing_host=3, **options)  # type: ignore[arg-type]
-        message = memory_shortage(needed, 3 * MIB, n_sharing_host=4, **options)  # type: ignore[arg-type]
-        assert "for each of 4 processes" in message
+        options = dict(bucket_bytes=MIB, cache_key=CACHE_KEY, cache_value=0.95)
+        assert memory_shortage(needed, 3 * MIB, n_sharing_host=3, **options) is None  # type: ignore[arg-type]
+        assert memory_shortage(needed, 3 * MIB, n_sharing_host=4, **options) is not None  # type: ignore[arg-type]
 
 
 def make_receiver(free: int, monkeypatch: pytest.MonkeyPatch, **cache: Any) -> Any:
@@ -94,20 +96,22 @@ def make_receiver(free: int, monkeypatch: pytest.MonkeyPatch, **cache: Any) -> A
 
 class TestReceiver:
     @pytest.mark.parametrize(
-        ("cache", "key"),
+        ("cache", "key", "value"),
         [
-            ({"kv_cache_memory_bytes": None}, "gpu_memory_utilization (now 0.93)"),
-            ({"kv_cache_memory_bytes": 64 * MIB}, "kv_cache_memory_megabytes (now 64)"),
+            ({"kv_cache_memory_bytes": None}, "gpu_memory_utilization", "0.93"),
+            ({"kv_cache_memory_bytes": 64 * MIB}, "kv_cache_memory_megabytes", "64"),
         ],
     )
     def test_shortage_names_the_key_of_the_kv_cache(
-        self, monkeypatch: pytest.MonkeyPatch, cache: dict[str, Any], key: str
+        self, monkeypatch: pytest.MonkeyPatch, cache: dict[str, Any], key: str, value: str
     ) -> None:
         from recipe_gkd.rollout.vllm_weights import CheckMemory
 
         request = CheckMemory(meta=[], bucket_bytes=MIB, n_sharing_host=1)
-        assert make_receiver(2 * MIB, monkeypatch, **cache).memory_shortage(request).endswith(key)
-        assert make_receiver(4 * MIB, monkeypatch, **cache).memory_shortage(request) == ""
+        error = make_receiver(2 * MIB, monkeypatch, **cache).memory_shortage(request)
+        assert error.keys == (BUCKET_KEY, f"actor_rollout_ref.rollout.{key}")
+        assert error.remedy.endswith(f"{key} (now {value})")
+        assert make_receiver(4 * MIB, monkeypatch, **cache).memory_shortage(request) is None
 
     @pytest.mark.parametrize("end", ["finish_weight_update", "drop"])
     def test_end_of_an_update_frees_its_buckets_before_the_cache_is_emptied(
@@ -127,7 +131,7 @@ class TestReceiver:
 class FakeEngine:
     """Engine of a rollout worker. ``engine`` is its own argument of commands; ``shortage`` answers the memory check."""
 
-    def __init__(self, shortage: str) -> None:
+    def __init__(self, shortage: ResourceError | None) -> None:
         self.shortage, self.calls, self.resumed = shortage, list[str](), False
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[UpdateOutcome]:
@@ -162,13 +166,13 @@ def begin(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, n: int = 1) -> Ro
 
 class TestBegin:
     def test_shortage_is_refused_and_generation_continues(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine = FakeEngine("a weight update does not fit")
-        with pytest.raises(ResourceError, match="rollout worker 0: a weight update does not fit"):
+        engine = FakeEngine(ResourceError("a weight update does not fit", keys=(BUCKET_KEY,)))
+        with raises(ResourceError, worker="rollout worker 0", keys=(BUCKET_KEY,)):
             begin(monkeypatch, engine)
         assert engine.resumed
 
     def test_memory_is_checked_once_for_each_transport(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine: Any = FakeEngine("")
+        engine: Any = FakeEngine(None)
         worker = begin(monkeypatch, engine, n=2)
         assert engine.calls == ["gkd_check_memory"]
         worker._updates.join(engine, TransportAddress("127.0.0.1", 1, "collective", ()), 1, 1.0)

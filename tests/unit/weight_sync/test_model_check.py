@@ -11,7 +11,7 @@ from recipe_gkd.errors import ModelMismatch, WeightSyncError
 from recipe_gkd.hybrid.sync_probe import mismatch_guard
 from recipe_gkd.weight_sync.model_check import MismatchGuard, default_bound
 from tests._support.base_config import base_config
-from tests._support.described_workers import make_workers
+from tests._support.described_cluster import described_cluster
 from tests._support.errors import raises
 
 BOUND = "actor_rollout_ref.rollout.mismatch_bound"
@@ -30,7 +30,7 @@ class TestBound:
 
     @pytest.mark.parametrize(("value", "allowed"), [("auto", 0.0039), ("0.5", 0.49), ("null", math.inf)])
     def test_key_sets_bound(self, value: str, allowed: float) -> None:
-        found = mismatch_guard(base_config(f"{BOUND}={value}", FLOAT32), make_workers("float32"))
+        found = mismatch_guard(base_config(f"{BOUND}={value}", FLOAT32), described_cluster("float32"))
         assert found.is_enabled == (value != "null")
         found.observe(0, {"a": allowed})
         if value != "null":

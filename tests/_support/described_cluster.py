@@ -5,14 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from recipe_gkd.workers import Workers
+from recipe_gkd.cluster import Cluster
 
 
-def make_workers(engine_dtype: str, device: str = "cpu") -> Workers:
+def described_cluster(engine_dtype: str, device: str = "cpu") -> Cluster:
     """Return workers without processes.
 
     Args:
         engine_dtype: Data type of the rollout engines.
         device: Name of the actors' devices.
     """
-    return cast(Workers, SimpleNamespace(engine_dtype=engine_dtype, actor_devices=(device,)))
+    return cast(Cluster, SimpleNamespace(engine_dtype=engine_dtype, actor_devices=(device,)))

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from ray.exceptions import RaySystemError
 
-from recipe_gkd import workers
+from recipe_gkd import cluster_start
 from recipe_gkd.actor.shards import token_cost
+from recipe_gkd.cluster_start import start_cluster
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError, GkdError, ResourceError, UnexpectedError, WorkerError
 from recipe_gkd.ray_cluster import rollout_restarts, worker_group
 from recipe_gkd.ray_cluster.node_probe import ActorLocation
 from recipe_gkd.runtime import process_trees
-from recipe_gkd.workers import start_workers
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 from tests._support.worker_reports import engine_report, rank_report, worker_report
@@ -27,7 +27,7 @@ from tests._support.worker_reports import engine_report, rank_report, worker_rep
 @pytest.fixture(autouse=True)
 def no_model_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake workers load no model, so the cost of a sample cannot be computed from its dimensions."""
-    monkeypatch.setattr(workers, "_sample_cost", lambda config: token_cost)
+    monkeypatch.setattr(cluster_start, "_sample_cost", lambda config: token_cost)
 
 
 DEADLINE_S = 20.0
@@ -73,10 +73,10 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(rollout_restarts, "locate", locate)
     monkeypatch.setattr(rollout_restarts, "run_on_node", run_on_node)
     monkeypatch.setattr("recipe_gkd.diagnostics.collect.locate", locate)
-    monkeypatch.setattr(workers, "check_nodes", check_nodes)
-    monkeypatch.setattr(workers, "check_budget", check_nodes)
-    monkeypatch.setattr(workers, "check_devices", lambda *_, **__: None)
-    monkeypatch.setattr(workers, "placement_table", lambda _: "")
+    monkeypatch.setattr(cluster_start, "check_nodes", check_nodes)
+    monkeypatch.setattr(cluster_start, "check_budget", check_nodes)
+    monkeypatch.setattr(cluster_start, "check_devices", lambda *_, **__: None)
+    monkeypatch.setattr(cluster_start, "placement_table", lambda _: "")
     monkeypatch.setattr("recipe_gkd.ray_cluster.capacity.cluster_capacity", lambda _: None)
     return names
 
@@ -98,12 +98,12 @@ async def train(
 
         return tuple(SimpleNamespace(spec=spec, spawn=spawn, release=lambda: None) for spec in specs)
 
-    monkeypatch.setattr(workers, "create_pools", create_pools)
-    async with start_workers(make_config(folder), device, total_steps=1, stop_token_ids=(), n_tokens=None):
+    monkeypatch.setattr(cluster_start, "create_pools", create_pools)
+    async with start_cluster(make_config(folder), device, total_steps=1, stop_token_ids=(), n_tokens=None):
         await body()
 
 
-class TestStartWorkers:
+class TestStartCluster:
     def test_pools_are_set_up_concurrently(
         self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -207,8 +207,21 @@ class TestStartWorkers:
                 await training
 
         monkeypatch.setattr(rollout_restarts, "run_on_node", run_on_node)
-        asyncio.run(asyncio.wait_for(scenario(), workers.SHUTDOWN_S - 2))
+        asyncio.run(asyncio.wait_for(scenario(), cluster_start.SHUTDOWN_S - 2))
         assert sorted(ended) == ["ActorWorker", "RolloutWorker"] and len(n_ended) == 1
+
+    def test_report_of_first_rank_is_logged_once(
+        self, ended: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def reply(kind: str, method: str) -> Any:
+            if (kind, method) == ("ActorWorker", "setup"):
+                return rank_report(summary="layers: torch", warnings=("slow",))
+            return answer(kind, method)
+
+        with caplog.at_level("INFO", logger="recipe_gkd.cluster_start"):
+            asyncio.run(train(tmp_path, monkeypatch, reply, lambda: asyncio.sleep(0)))
+        logged = [(one.levelname, one.getMessage()) for one in caplog.records if one.getMessage().startswith("actor:")]
+        assert logged == [("INFO", "actor: layers: torch"), ("WARNING", "actor: slow")]
 
 
 class TestNodes:
@@ -229,10 +242,10 @@ class TestNodes:
 
         async def start() -> None:
             config = base_config("+ray_init.env_vars.NCCL_DEBUG=INFO", f"trainer.default_local_dir={tmp_path}")
-            async with start_workers(config, "cpu", total_steps=1, stop_token_ids=(), n_tokens=None):
+            async with start_cluster(config, "cpu", total_steps=1, stop_token_ids=(), n_tokens=None):
                 pass
 
-        monkeypatch.setattr(workers, "create_pools", create_pools)
+        monkeypatch.setattr(cluster_start, "create_pools", create_pools)
         monkeypatch.setenv("NCCL_DEBUG", "WARN")
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
@@ -254,7 +267,7 @@ class TestNodes:
         async def reply(kind: str, method: str) -> Any:
             called.append(method)
 
-        monkeypatch.setattr(workers, "check_nodes", refuse)
+        monkeypatch.setattr(cluster_start, "check_nodes", refuse)
         with raises(ResourceError, what="node 1: no compiler"):
             asyncio.run(train(tmp_path, monkeypatch, reply, lambda: asyncio.sleep(0)))
         assert not {"setup", "device_report"} & {*called}
@@ -276,7 +289,7 @@ class TestNodes:
             keys = f"actor_rollout_ref.hybrid_engine={is_hybrid}", "trainer.scheduler=sync"
             return base_config("trainer.save_freq=-1", f"trainer.default_local_dir={folder}", *keys)
 
-        monkeypatch.setattr("tests.unit.test_workers.make_config", config_of)
+        monkeypatch.setattr("tests.unit.test_cluster_start.make_config", config_of)
         asyncio.run(train(tmp_path, monkeypatch, reply, lambda: asyncio.sleep(0), device))
         in_turn = ["ActorWorker begins", "ActorWorker ends", "RolloutWorker begins", "RolloutWorker ends"]
         assert (events == in_turn) is (is_hybrid == "true")
@@ -290,9 +303,9 @@ class TestNodes:
         async def start() -> None:
             keys = "actor_rollout_ref.rollout.weight_transport=collective", "trainer.scheduler=sync"
             config = base_config("actor_rollout_ref.hybrid_engine=true", f"trainer.default_local_dir={tmp_path}", *keys)
-            async with start_workers(config, "cuda", total_steps=1, stop_token_ids=(), n_tokens=None):
+            async with start_cluster(config, "cuda", total_steps=1, stop_token_ids=(), n_tokens=None):
                 pass
 
-        monkeypatch.setattr(workers, "create_pools", refuse)
+        monkeypatch.setattr(cluster_start, "create_pools", refuse)
         with pytest.raises(ConfigError):
             asyncio.run(start())

@@ -1,0 +1,270 @@
+"""Connected workers of a run, and the stages of the schedule on them: generation, validation, update, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import ray
+from ray.exceptions import RayError
+
+from recipe_gkd.actor.kl_sums import KlSums
+from recipe_gkd.actor.ranks import RankReport
+from recipe_gkd.actor.ray_worker import ActorWorker
+from recipe_gkd.actor.shards import Sharding
+from recipe_gkd.config import Config
+from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, ROLLOUT_TIMEOUT, timeout_of
+from recipe_gkd.data.batches import ReadyBatch
+from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.samples import Prompt, Response, Sample
+from recipe_gkd.errors import DeadlineError, GkdError, WorkerDied
+from recipe_gkd.ray_cluster.actor_restarts import ActorRestarts
+from recipe_gkd.ray_cluster.capacity import ClusterCapacity
+from recipe_gkd.ray_cluster.object_store import ObjectStoreUsage
+from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
+from recipe_gkd.ray_cluster.worker_group import WorkerGroup
+from recipe_gkd.rewards.advantages import with_group_statistics
+from recipe_gkd.rollout.ray_worker import RolloutWorker
+from recipe_gkd.runtime.keyed_timeout import with_margin
+from recipe_gkd.runtime.remote_group import R
+from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.runtime.wait_log import waiting_for
+from recipe_gkd.scoring.homes import Homes
+from recipe_gkd.scoring.pool import ScoringPool
+from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
+
+log = logging.getLogger(__name__)
+
+GENERATION_RPC_MARGIN_S = 3.0
+"""Time added to a worker's own deadline, because its error names the cause and the driver's only a missing reply."""
+SCORING_CONNECT_S = 60.0
+"""Time that scoring workers have to reach the teachers, which the driver has reached before."""
+LOCATE_TIMEOUT_S = 5.0
+"""Deadline of Ray's control service for the state of the actor ranks after an error."""
+
+
+@dataclass(frozen=True)
+class ActorReports:
+    """Reports of the actor ranks after their set-up.
+
+    Attributes:
+        ranks: Report of each rank.
+        homes: Nodes of the data-parallel ranks.
+    """
+
+    ranks: list[RankReport]
+    homes: Homes
+
+    @property
+    def dp_ranks(self) -> list[int]:
+        """Data-parallel rank of each rank."""
+        return [report.dp_rank for report in self.ranks]
+
+
+@dataclass
+class Cluster:
+    """Connected workers of both pools.
+
+    Lifecycle::
+
+        async with start_cluster(config, device, ...) as cluster:
+            await cluster.weights.sync(0)
+            async for responses in cluster.generate(data, rank, prompts, step=0): ...
+            metrics = await cluster.update(batch)
+
+    Attributes:
+        config: Configuration of the run.
+        actors: Actor ranks.
+        rollouts: Rollout workers.
+        weights: Transfer of weights from the actors to the rollout workers.
+        dp_ranks: Data-parallel rank of each actor rank.
+        sharding: Division of a batch among the data-parallel ranks.
+        restarts: Replacement of dead rollout workers.
+        actor_restarts: Replacement of all actor ranks after one was lost.
+        engine_dtype: Data type of the rollout engines.
+        actor_devices: Name of the device of each actor rank, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
+        scoring: Scoring workers. None if the teachers run in the driver's process.
+        store_usage: Use of Ray's object stores.
+        capacity: Resources that the cluster could grant instead, for advice. None if they are unknown.
+    """
+
+    config: Config
+    actors: WorkerGroup[ActorWorker]
+    rollouts: WorkerGroup[RolloutWorker]
+    weights: WeightSynchronizer
+    dp_ranks: list[int]
+    sharding: Sharding
+    restarts: RolloutRestarts
+    actor_restarts: ActorRestarts[ActorWorker, ActorReports]
+    engine_dtype: str = ""
+    actor_devices: Sequence[str] = ()
+    scoring: ScoringPool | None = None
+    store_usage: ObjectStoreUsage = field(default_factory=ObjectStoreUsage)
+    capacity: ClusterCapacity | None = None
+
+    # Stages of the schedule.
+
+    async def generate(
+        self, data: PromptData, rank: int, prompts: Sequence[Prompt], step: int
+    ) -> AsyncIterator[list[Response]]:
+        """Yield the responses to the prompts of one rollout worker as they finish. Reference responses come first.
+
+        Args:
+            data: Data set that the prompts come from.
+            rank: Rank of the rollout worker.
+            prompts: Prompts of the worker.
+            step: Step of the batch.
+
+        Raises:
+            WorkerDied: The worker died, or it did not answer before the deadline and can be replaced.
+            GkdError: Generation failed in another way.
+        """
+        with_reference = [prompt for prompt in prompts if prompt.reference_ids is not None]
+        if with_reference:
+            yield [data.reference_response(prompt, version=step) for prompt in with_reference]
+        sampled = [prompt for prompt in prompts if prompt.reference_ids is None]
+        if not sampled:
+            return
+        items = self.rollouts.stream(
+            rank,
+            RolloutWorker.generate,
+            sampled,
+            step,
+            timeout_s=timeout_of(self.config, ROLLOUT_TIMEOUT, GENERATION_RPC_MARGIN_S),
+            phase=f"generate, step {step}",
+            n_results=len(sampled),
+        )
+        async for responses in self._replaceable(items):
+            yield responses
+
+    async def generate_for_validation(
+        self, timeout_s: float, rank: int, prompts: Sequence[Prompt], step: int
+    ) -> AsyncIterator[list[Response]]:
+        """Yield the responses to the validation prompts of one rollout worker as they finish.
+
+        Args:
+            timeout_s: Deadline of the worker for all its prompts.
+            rank: Rank of the rollout worker.
+            prompts: Prompts of the worker.
+            step: Version of the weights.
+
+        Raises:
+            WorkerDied, GkdError: See :meth:`generate`.
+        """
+        items = self.rollouts.stream(
+            rank,
+            RolloutWorker.generate,
+            list(prompts),
+            step,
+            "validation",
+            timeout_s,
+            timeout_s=with_margin(timeout_s, GENERATION_RPC_MARGIN_S),
+            phase=f"validate after step {step}",
+            n_results=len(prompts),
+        )
+        async for responses in self._replaceable(items):
+            yield responses
+
+    async def _replaceable(self, items: AsyncIterator[list[Response]]) -> AsyncIterator[list[Response]]:
+        """Yield the responses of a rollout worker, which counts as dead if it is silent and can be replaced."""
+        try:
+            async for responses in items:
+                yield responses
+        except DeadlineError as error:
+            if not self.restarts.can_replace(error):
+                raise
+            [label] = error.silent
+            details = (*error.details, "it is treated as dead")
+            raise WorkerDied(
+                error.what, phase=error.phase, worker=label, remedy=error.remedy, details=details
+            ) from error
+
+    async def update(self, batch: ReadyBatch) -> dict[str, float]:
+        """Do one optimizer step on ``batch``, divided among the data-parallel ranks, and return its metrics."""
+        samples = [replace(sample, reward_numbers={}) for sample in batch.samples]  # for metrics of the driver only
+        samples = with_group_statistics(samples, self.config.gkd, self.config.actor_rollout_ref.rollout.n)
+        return (await self._call_on_shards(ActorWorker.update, samples, batch.step, f"update, step {batch.step}"))[0]
+
+    async def sum_kl(self, samples: Sequence[Sample], step: int) -> list[KlSums]:
+        """Return the KL divergences of scored samples from every actor rank, to be added up by uid.
+
+        Args:
+            samples: Samples that teachers have scored.
+            step: Number of optimizer steps of the weights.
+        """
+        return await self._call_on_shards(ActorWorker.kl_sums, samples, step, f"KL divergence after step {step}")
+
+    async def _call_on_shards(
+        self,
+        method: Callable[[ActorWorker, Sequence[Sample], int], R],
+        samples: Sequence[Sample],
+        step: int,
+        phase: str,
+    ) -> list[R]:
+        """Divide samples among the data-parallel ranks, and return the results of all ranks."""
+        with waiting_for(phase, None, "the object store of this node"):
+            # Ray replaces a reference by its object when a method is called.
+            shards = [
+                cast(Sequence[Sample], await in_thread(ray.put, shard)) for shard in self.sharding.divide(samples)
+            ]
+        arguments = [(shards[dp_rank], step) for dp_rank in self.dp_ranks]
+        timeout_s = timeout_of(self.config, ACTOR_TIMEOUT)
+        return await self.actors.call_each(method, arguments, timeout_s=timeout_s, phase=phase)
+
+    # Restarts.
+
+    async def metrics(self) -> dict[str, float]:
+        """Return the numbers of restarted workers so far, and the use of Ray's object stores."""
+        counts = {
+            "actor/restarts": float(self.actor_restarts.n_restarts),
+            "rollout/restarts": float(self.restarts.n_restarts),
+        }
+        if self.scoring is not None:
+            counts["scoring/restarts"] = float(self.scoring.n_restarts)
+        return counts | await self.store_usage.metrics()
+
+    async def replace_dead_rollouts(self, death: WorkerDied) -> None:
+        """Replace dead rollout workers, and silent ones if the death is a missed deadline.
+
+        New workers have no weights until a complete sync.
+
+        Raises:
+            WorkerDied: No more workers may be replaced (``trainer.max_worker_restarts``).
+        """
+        await self.restarts.replace_dead(death)
+        self.weights.forget()
+
+    async def actor_is_lost(self, error: BaseException) -> bool:
+        """Return True if an actor rank has ended, or if it did not answer before a deadline that ``error`` reports.
+
+        It is also True if Ray does not report the state of the ranks.
+        """
+        if not isinstance(error, GkdError):
+            return False
+        try:
+            async with asyncio.timeout(LOCATE_TIMEOUT_S):
+                return bool(await self.actor_restarts.lost(error))
+        except (RayError, OSError) as unknown:  # TimeoutError is an OSError
+            log.warning("Ray does not report the state of the actor ranks: %s", unknown)
+            return True
+
+    async def restart_actors(self, error: GkdError) -> None:
+        """Start all actor ranks again if one was lost, with the weights of the model folder. The engines stay.
+
+        Args:
+            error: Error with which the training ended.
+
+        Raises:
+            GkdError: ``error`` itself if no rank was lost or no restart is left (``trainer.max_actor_restarts``), or an
+                error of the start.
+        """
+        reports = await self.actor_restarts.restart(error)
+        self.dp_ranks = reports.dp_ranks
+        self.sharding = replace(self.sharding, homes=reports.homes.of_ranks)
+        if self.scoring is not None:
+            await self.scoring.move(reports.homes, SCORING_CONNECT_S)
+        await self.restarts.replace_dead()  # one whose replacement was interrupted by the error
+        self.weights.forget()
