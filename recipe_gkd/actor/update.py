@@ -24,6 +24,7 @@ from recipe_gkd.actor.objective import Objective
 from recipe_gkd.actor.offload import state_sizes
 from recipe_gkd.actor.token_limit import AttemptFailed, TokenLimit, Vote, next_limit
 from recipe_gkd.config.conditions import uses_custom_loss
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema import ActorConfig, Config, GkdConfig
 from recipe_gkd.config.teachers import names as teacher_names
 from recipe_gkd.data.samples import Sample
@@ -34,8 +35,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_TOKEN_LEN, MAX_RESPONSE_LENGTH = "actor_rollout_ref.actor.max_token_len", "data.max_response_length"
-OOM = "trainer.oom"
+MAX_TOKEN_LEN = key_name(lambda config: config.actor_rollout_ref.actor.max_token_len)
+MAX_RESPONSE_LENGTH = key_name(lambda config: config.data.max_response_length)
+OOM = key_name(lambda config: config.trainer.oom)
 MAX_UIDS_IN_MESSAGE = 8
 
 

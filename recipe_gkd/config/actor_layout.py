@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from recipe_gkd.config.conditions import uses_sampled_token_loss
+from recipe_gkd.config.keys import FSDP, LORA, MEGATRON, POOL_KEYS, STRATEGY
 from recipe_gkd.config.megatron_fields import fixed_field_problems
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.schema.unused import as_override_value
 from recipe_gkd.errors import ConfigError
-
-STRATEGY = "actor_rollout_ref.actor.strategy"
-MEGATRON = "actor_rollout_ref.actor.megatron"
-FSDP = "actor_rollout_ref.actor.fsdp_config"
-LORA = "actor_rollout_ref.actor.lora"
-POOL_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 MEGATRON_LAYOUT: dict[str, object] = {
     "tensor_model_parallel_size": 1,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from recipe_gkd.config.schema import Config
 
@@ -41,37 +41,6 @@ def description(field: dataclasses.Field[Any]) -> str:
     """Return the description of a key."""
     info: Any = field.default  # pydantic keeps a field's Field(...) there
     return str(info.description)
-
-
-@cache
-def _names() -> frozenset[str]:
-    """Return the names of all keys and sections."""
-    return frozenset(key.rsplit(".", n)[0] for key in known_keys() for n in range(key.count(".") + 1))
-
-
-class _Name:
-    """Stand-in for a configuration that records which field is read."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, field: str) -> _Name:
-        name = f"{self._name}.{field}".lstrip(".")
-        if name not in _names():
-            raise AttributeError(f"the schema has no key {name}")
-        return _Name(name)
-
-    def __str__(self) -> str:
-        return self._name
-
-
-def key_name(read: Callable[[Config], object]) -> str:
-    """Return the full name of the key or section that a function reads, such as ``lambda config: config.gkd.beta``.
-
-    Raises:
-        AttributeError: The schema has no such key.
-    """
-    return str(read(cast(Config, _Name(""))))
 
 
 def type_of(name: str) -> Any:

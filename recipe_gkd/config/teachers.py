@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 from recipe_gkd.config.backend_class import load_backend_class
 from recipe_gkd.config.compose import default_values, value_at
+from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.prompt_settings import DEFAULT
 from recipe_gkd.config.prompt_template import template_problem
 from recipe_gkd.config.schema import Config, TeacherConfig
 from recipe_gkd.errors import ConfigError
-
-TEACHER = "actor_rollout_ref.teacher"
 
 _N_ENCRYPTED_CONNECTIONS = 4
 _DEFAULT_MICROBATCHES = 8

@@ -7,7 +7,8 @@ from dataclasses import Field
 from operator import attrgetter
 from typing import Any
 
-from recipe_gkd.config.key_types import key_name, known_keys
+from recipe_gkd.config.key_types import known_keys
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.schema.unused import UnusedWhen, as_override_value
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from recipe_gkd.config.actor_layout import actor_problems
 from recipe_gkd.config.conditions import has_reward, runs_validation, saves_checkpoints, uses_teacher, validates_kl
 from recipe_gkd.config.hybrid_engine import hybrid_problems, teacher_sleep_problems
+from recipe_gkd.config.keys import ROLLOUT
 from recipe_gkd.config.objective import objective_problems
 from recipe_gkd.config.reward_functions import reward_problems
 from recipe_gkd.config.schema import BUILT_IN_LOGGERS, TRACKING_SERVICES, Config
@@ -18,8 +19,6 @@ from recipe_gkd.config.teachers import teacher_problems
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import call_problem, load_attribute, split_spec
 from recipe_gkd.runtime.worker_variables import FIXED, PER_NODE
-
-ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def validate(config: Config) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 
 from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import uses_teacher
-from recipe_gkd.config.teachers import TEACHER, names
+from recipe_gkd.config.keys import TEACHER
+from recipe_gkd.config.teachers import names
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.errors import DataError
 

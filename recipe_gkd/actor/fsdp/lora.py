@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from recipe_gkd.config.keys import LORA
 from recipe_gkd.config.schema import LoraConfig
 from recipe_gkd.errors import ConfigError
 
-LORA = "actor_rollout_ref.actor.lora"
 ADAPTER = "default"
 """Name of the only adapter of a layer, as in peft."""
 

@@ -14,8 +14,9 @@ from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.commands.doctor.machine_checks import connection_error
 from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import uses_teacher
+from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.prompt_settings import prompt_settings
-from recipe_gkd.config.teachers import TEACHER, addresses, names
+from recipe_gkd.config.teachers import addresses, names
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.model_files import Student

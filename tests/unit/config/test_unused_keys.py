@@ -11,7 +11,8 @@ import pytest
 
 from recipe_gkd import main_gkd
 from recipe_gkd.config.compose import default_values, value_at
-from recipe_gkd.config.key_types import key_name, known_keys
+from recipe_gkd.config.key_types import known_keys
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.load import LoadedConfig, read_config
 from recipe_gkd.config.schema.unused import NO_REWARDED_RESPONSE, UnusedWhen
 from recipe_gkd.config.unused_keys import unused_conditions
