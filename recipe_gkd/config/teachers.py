@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 
 from recipe_gkd.config.backend_class import load_backend_class
-from recipe_gkd.config.compose import default_values, value_at
 from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.prompt_settings import DEFAULT
 from recipe_gkd.config.prompt_template import template_problem
@@ -15,7 +14,6 @@ from recipe_gkd.errors import ConfigError
 
 _N_ENCRYPTED_CONNECTIONS = 4
 _DEFAULT_MICROBATCHES = 8
-_SERVICE_ONLY = ("server_ip", "server_port", "wire_dtype", "auth_dir", "n_connections", "scoring_workers_per_node")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ADDRESS = re.compile(r"(?P<host>[^\s:]+):(?P<port>[0-9]{1,5})")
 
@@ -94,12 +92,6 @@ def teacher_problems(config: Config) -> Iterator[ConfigError]:
 def _backend_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
     backend = teacher.backend
     if backend == "zmq":
-        if teacher.model_path is not None:
-            yield ConfigError(
-                f"{TEACHER}.model_path={teacher.model_path} has no effect with {TEACHER}.backend=zmq",
-                remedy="set it to null",
-                keys=(f"{TEACHER}.model_path", f"{TEACHER}.backend"),
-            )
         return
     if teacher.teachers:
         yield ConfigError(
@@ -118,13 +110,6 @@ def _backend_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
             f"{TEACHER}.backend=hf needs {TEACHER}.model_path, the folder of the teacher model",
             keys=(f"{TEACHER}.backend", f"{TEACHER}.model_path"),
         )
-    for name in _SERVICE_ONLY:
-        if (got := getattr(teacher, name)) != value_at(default_values(), f"{TEACHER}.{name}"):
-            yield ConfigError(
-                f"{TEACHER}.{name}={got} has no effect with {TEACHER}.backend=hf",
-                remedy="leave it out, or set backend=zmq",
-                keys=(f"{TEACHER}.{name}", f"{TEACHER}.backend"),
-            )
 
 
 def _template_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:

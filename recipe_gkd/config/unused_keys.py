@@ -1,16 +1,18 @@
-"""Warnings about keys that the user set and that nothing reads. Each field of the schema has its conditions."""
+"""Warnings and errors for keys that nothing reads in a configuration. Each field of the schema has its conditions."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import Field
 from operator import attrgetter
 from typing import Any
 
+from recipe_gkd.config.compose import default_values, value_at
 from recipe_gkd.config.key_types import known_keys
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.schema.unused import UnusedWhen, as_override_value
+from recipe_gkd.errors import ConfigError
 
 
 def unused_key_warnings(config: Config, set_keys: Collection[str]) -> list[str]:
@@ -32,6 +34,19 @@ def unused_key_warnings(config: Config, set_keys: Collection[str]) -> list[str]:
                 f"{rule.remedy or f'set {because}={rule.enable}'}, or leave {name} out"
             )
     return warnings
+
+
+def unused_key_problems(config: Config) -> Iterator[ConfigError]:
+    """Yield an error for each key that nothing reads and whose value differs from its default."""
+    for name, field in known_keys().items():
+        for rule in (rule for rule in field.metadata["refused"] if rule.condition(config)):
+            because, default = key_name(rule.because), value_at(default_values(), name)
+            if (value := attrgetter(name)(config)) != default:
+                yield ConfigError(
+                    f"{name}={_shown(value)} has no effect with {because}={_shown(rule.because(config))}",
+                    remedy=f"set it to {_shown(default)}, or set {because}={rule.enable}",
+                    keys=(name, because),
+                )
 
 
 def unused_conditions(field: Field[Any]) -> Sequence[UnusedWhen]:

@@ -16,6 +16,7 @@ from recipe_gkd.config.objective import objective_problems
 from recipe_gkd.config.reward_functions import reward_problems
 from recipe_gkd.config.schema import BUILT_IN_LOGGERS, TRACKING_SERVICES, Config
 from recipe_gkd.config.teachers import teacher_problems
+from recipe_gkd.config.unused_keys import unused_key_problems
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import call_problem, load_attribute, split_spec
 from recipe_gkd.runtime.worker_variables import FIXED, PER_NODE
@@ -28,6 +29,7 @@ def validate(config: Config) -> None:
         ConfigError: At least one combination cannot work. It has the keys of all of them.
     """
     checks = (
+        unused_key_problems,
         _schedule,
         actor_problems,
         _rollout_layout,

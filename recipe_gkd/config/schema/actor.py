@@ -12,6 +12,7 @@ from recipe_gkd.config.schema.fields import STRICT, UserPath, key, timeout
 from recipe_gkd.config.schema.unused import (
     NO_ADAPTERS,
     NO_CHECKPOINTS,
+    NO_FSDP,
     NO_MEGATRON,
     NO_TENSOR_PARALLELISM,
     needs,
@@ -58,28 +59,41 @@ class ModelConfig:
 class MegatronConfig:
     """Parallel layout of the actor, section ``actor_rollout_ref.actor.megatron``."""
 
-    tensor_model_parallel_size: int = key("Number of ranks that share each layer.", ge=1, le=MAX_DEVICES)
-    pipeline_model_parallel_size: int = key("Number of pipeline stages.", ge=1, le=MAX_DEVICES)
+    tensor_model_parallel_size: int = key(
+        "Number of ranks that share each layer.", refused=[NO_MEGATRON], ge=1, le=MAX_DEVICES
+    )
+    pipeline_model_parallel_size: int = key("Number of pipeline stages.", refused=[NO_MEGATRON], ge=1, le=MAX_DEVICES)
     virtual_pipeline_model_parallel_size: int | None = key(
-        "Number of interleaved layer chunks per pipeline stage. null: no interleaving.", ge=2, le=MAX_DEVICES
+        "Number of interleaved layer chunks per pipeline stage. null: no interleaving.",
+        refused=[NO_MEGATRON],
+        ge=2,
+        le=MAX_DEVICES,
     )
     context_parallel_size: int = key(
         "Number of ranks that share each sequence, for sequences whose activations do not fit on one device. Without "
         "Transformer Engine's fused attention it must divide the query heads of a tensor-parallel rank, and divide "
         "its key/value heads or be a multiple of them.",
+        refused=[NO_MEGATRON],
         ge=1,
         le=MAX_DEVICES,
     )
     expert_model_parallel_size: int = key(
-        "Number of ranks that share the experts of a mixture-of-experts model.", ge=1, le=MAX_DEVICES
+        "Number of ranks that share the experts of a mixture-of-experts model.",
+        refused=[NO_MEGATRON],
+        ge=1,
+        le=MAX_DEVICES,
     )
     expert_tensor_parallel_size: int | None = key(
-        "Number of ranks that share each expert. null: `tensor_model_parallel_size`.", ge=1, le=MAX_DEVICES
+        "Number of ranks that share each expert. null: `tensor_model_parallel_size`.",
+        refused=[NO_MEGATRON],
+        ge=1,
+        le=MAX_DEVICES,
     )
     sequence_parallel: bool = key(
         "Split activations between layers along the sequence, which saves memory. No effect if "
         "`tensor_model_parallel_size` is 1.",
         unused=[NO_TENSOR_PARALLELISM],
+        refused=[NO_MEGATRON],
     )
     use_distributed_optimizer: bool = key(
         "Shard the optimizer state over the data-parallel ranks.", unused=[NO_MEGATRON]
@@ -95,23 +109,28 @@ class MegatronConfig:
     )
     param_offload: bool = key(
         "Keep the weights in host memory except during updates, weight syncs, saves and loads. On a CPU they are kept "
-        "in a file of the temporary folder, as are the other offloaded states."
+        "in a file of the temporary folder, as are the other offloaded states.",
+        refused=[NO_MEGATRON],
     )
     grad_offload: bool = key(
-        "Free the memory of the gradients between updates. They are not kept, because an update starts with zeros."
+        "Free the memory of the gradients between updates. They are not kept, because an update starts with zeros.",
+        refused=[NO_MEGATRON],
     )
     optimizer_offload: bool = key(
         "Keep the optimizer state, including the float32 weights of 16-bit training, in host memory except during "
-        "optimizer steps, saves and loads."
+        "optimizer steps, saves and loads.",
+        refused=[NO_MEGATRON],
     )
     override_transformer_config: dict[str, Any] = key(
         "Fields of Megatron's TransformerConfig that are set directly, such as `recompute_granularity`. Fields that "
-        "follow from the model or from another key are refused."
+        "follow from the model or from another key are refused.",
+        refused=[NO_MEGATRON],
     )
     override_ddp_config: dict[str, Any] = key(
         "Fields of Megatron's DistributedDataParallelConfig that are set directly, such as `overlap_param_gather`. "
         "`overlap_grad_reduce`, the reduction of the gradient during the backward pass, is true by default on CUDA "
-        "with more than one data-parallel rank."
+        "with more than one data-parallel rank.",
+        refused=[NO_MEGATRON],
     )
 
 
@@ -122,31 +141,36 @@ class FsdpConfig:
     dtype: TrainingDtype = key(
         "Data type of weights and activations in the forward and backward pass. The sharded weights, the reduction of "
         "the gradient and the optimizer are float32.",
-        unused=[needs(lambda config: config.actor_rollout_ref.actor.strategy, "fsdp")],
+        unused=[NO_FSDP],
     )
     fsdp_size: int = key(
         "Number of ranks that share one copy of the model; each such group has its own. -1: all ranks share one.",
+        refused=[NO_FSDP],
         ge=-1,
         le=MAX_DEVICES,
     )
     reshard_after_forward: bool = key(
         "Free the gathered weights of a layer after its forward pass and gather them again for the backward pass. "
-        "false: more memory, less communication."
+        "false: more memory, less communication.",
+        refused=[NO_FSDP],
     )
     wrap_policy: list[str] | None = key(
         "Names of the module classes whose weights are gathered together. null: the decoder layers that the model "
-        "names itself (`_no_split_modules`). []: the whole model at once."
+        "names itself (`_no_split_modules`). []: the whole model at once.",
+        refused=[NO_FSDP],
     )
     gradient_checkpointing: bool = key(
-        "Keep only the inputs of the wrapped modules and compute their activations again in the backward pass."
+        "Keep only the inputs of the wrapped modules and compute their activations again in the backward pass.",
+        refused=[NO_FSDP],
     )
     param_offload: bool = key(
         "Keep the float32 weights in host memory except during updates, weight syncs, saves and loads. On a CPU they "
         "are kept in a file of the temporary folder, as is the optimizer state. Gradients are always freed after an "
-        "update."
+        "update.",
+        refused=[NO_FSDP],
     )
     optimizer_offload: bool = key(
-        "Keep the optimizer state in host memory except during optimizer steps, saves and loads."
+        "Keep the optimizer state in host memory except during optimizer steps, saves and loads.", refused=[NO_FSDP]
     )
 
 
@@ -163,10 +187,14 @@ class LoraConfig:
     alpha: int = key("Numerator of the adapters' scale, alpha / rank.", unused=[NO_ADAPTERS], ge=1, le=MAX_INT32)
     target_modules: list[str] | None = key(
         "Last parts of the names of the linear layers that get an adapter, such as `q_proj`. null: all linear layers "
-        "except the output layer."
+        "except the output layer.",
+        refused=[NO_ADAPTERS],
     )
     dropout: float = key(
-        "Dropout of the adapters' inputs in the training passes. The rollout workers generate without it.", ge=0, lt=1
+        "Dropout of the adapters' inputs in the training passes. The rollout workers generate without it.",
+        refused=[NO_ADAPTERS],
+        ge=0,
+        lt=1,
     )
 
 

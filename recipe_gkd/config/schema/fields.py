@@ -17,15 +17,18 @@ from recipe_gkd.config.schema.unused import UnusedWhen
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-def key(doc: str, unused: Sequence[UnusedWhen] = (), **bounds: Any) -> Any:
+def key(doc: str, unused: Sequence[UnusedWhen] = (), refused: Sequence[UnusedWhen] = (), **bounds: Any) -> Any:
     """Return a field of the schema.
 
     Args:
         doc: Description.
-        unused: Conditions under which nothing reads the key. The first one that is true is reported.
+        unused: Conditions under which nothing reads the key. If the user sets it, the first one is a warning.
+        refused: Such conditions under which another value than the default is an error.
         bounds: pydantic's ``ge``, ``gt``, ``le`` and ``lt``.
     """
-    return dataclasses.field(default=Field(description=doc, **bounds), metadata={"unused": tuple(unused)})
+    return dataclasses.field(
+        default=Field(description=doc, **bounds), metadata={"unused": tuple(unused), "refused": refused}
+    )
 
 
 def timeout(doc: str, longest_s: float = MAX_TIMEOUT_S, unused: Sequence[UnusedWhen] = ()) -> Any:

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_NODES, MAX_STEPS, MAX_TEACHER_WAIT_S
 from recipe_gkd.config.schema.fields import STRICT, SourcePath, UserPath, key, timeout
-from recipe_gkd.config.schema.unused import NAMED_TEACHERS, NO_TEACHER, STUDENT_PROMPTS, needs
+from recipe_gkd.config.schema.unused import NAMED_TEACHERS, NO_SERVICE, NO_TEACHER, STUDENT_PROMPTS, needs, unused_with
 from recipe_gkd.errors import ConfigError
 from teacher import WireDtype
 from teacher.client import MAX_CONNECTIONS
@@ -57,11 +57,15 @@ class TeacherConfig:
         "teachers, tests and debugging. `FILE.py:Class`: a class that implements "
         "`recipe_gkd.teacher_routing.TeacherBackend`."
     )
-    model_path: UserPath | None = key("Folder of the teacher model for `backend=hf`; passed on to a custom backend.")
-    server_ip: str = key("Address of the teacher's proxy.", unused=[NO_TEACHER, NAMED_TEACHERS])
+    model_path: UserPath | None = key(
+        "Folder of the teacher model for `backend=hf`; passed on to a custom backend.",
+        refused=[unused_with(lambda config: config.actor_rollout_ref.teacher.backend, "zmq", "hf")],
+    )
+    server_ip: str = key("Address of the teacher's proxy.", unused=[NO_TEACHER, NAMED_TEACHERS], refused=[NO_SERVICE])
     server_port: int = key(
         "Front-end port of the teacher's proxy (`PROXY_FRONTEND_PORT`).",
         unused=[NO_TEACHER, NAMED_TEACHERS],
+        refused=[NO_SERVICE],
         ge=1,
         le=65535,
     )
@@ -124,14 +128,17 @@ class TeacherConfig:
         "Data type of top-k log-probabilities in transit. `float16` saves a quarter of the bytes and keeps 11 bits of "
         "precision; use it for teachers on other hosts.",
         unused=[NO_TEACHER],
+        refused=[NO_SERVICE],
     )
     auth_dir: UserPath | None = key(
         "Folder with the CURVE keys of this client and the public key of the server. null: no authentication.",
         unused=[NO_TEACHER],
+        refused=[NO_SERVICE],
     )
     n_connections: int | None = key(
         "Number of connections to each teacher service. Each has threads of its own, which matters for encryption. "
         "null: 4 with `auth_dir`, else 1.",
+        refused=[NO_SERVICE],
         ge=1,
         le=MAX_CONNECTIONS,
     )
@@ -140,6 +147,7 @@ class TeacherConfig:
         "service to the node that trains on them, not through the driver. More than one if one core cannot decode as "
         "fast as the network delivers. Used by `backend=zmq`.",
         unused=[NO_TEACHER],
+        refused=[NO_SERVICE],
         ge=1,
         le=MAX_CONNECTIONS,
     )

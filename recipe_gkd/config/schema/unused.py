@@ -1,7 +1,4 @@
-"""Conditions under which nothing reads a key. A field of the schema lists its own in the order of precedence.
-
-Combinations that are certainly a mistake are refused in :mod:`~recipe_gkd.config.validate` instead.
-"""
+"""Conditions under which nothing reads a key. A field of the schema lists its own in the order of precedence."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from recipe_gkd.config.conditions import (
     needs_rewards,
     runs_validation,
     saves_checkpoints,
-    uses_custom_loss,
     uses_sampled_token_loss,
     uses_teacher,
 )
@@ -26,7 +22,7 @@ if TYPE_CHECKING:
     from recipe_gkd.config.schema import Config
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class UnusedWhen:
     """Condition under which nothing reads a key.
 
@@ -45,21 +41,18 @@ class UnusedWhen:
 
 def needs(because: Callable[[Config], object], value: object, remedy: str = "") -> UnusedWhen:
     """Return the condition that a key has another value than ``value``."""
-    enable = as_override_value(value)
-    return UnusedWhen(condition=lambda config: because(config) != value, because=because, enable=enable, remedy=remedy)
+    return UnusedWhen(lambda config: because(config) != value, because, as_override_value(value), remedy)
 
 
 def unused_with(because: Callable[[Config], object], value: object, enable: str) -> UnusedWhen:
     """Return the condition that a key has this value."""
-    return UnusedWhen(condition=lambda config: because(config) == value, because=because, enable=enable)
+    return UnusedWhen(lambda config: because(config) == value, because, enable)
 
 
 def needs_parameter(name: str, loss: str) -> UnusedWhen:
     """Return the condition that the divergence has no parameter of this name, which ``loss`` has."""
     return UnusedWhen(
-        condition=lambda config: not has_loss_parameter(config.gkd, name),
-        because=lambda config: config.gkd.distill_loss_type,
-        enable=loss,
+        lambda config: not has_loss_parameter(config.gkd, name), lambda config: config.gkd.distill_loss_type, loss
     )
 
 
@@ -68,85 +61,66 @@ def as_override_value(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-NO_TEACHER = UnusedWhen(
-    condition=lambda config: not uses_teacher(config.gkd),
-    because=lambda config: config.gkd.enable_teacher,
-    enable="true",
-)
-CUSTOM_LOSS = UnusedWhen(
-    condition=lambda config: uses_custom_loss(config.gkd),
-    because=lambda config: config.gkd.custom_loss.path,
-    enable="null",
-    remedy="set gkd.custom_loss={path: null, name: null}",
-)
+NO_TEACHER = UnusedWhen(lambda config: not uses_teacher(config.gkd), lambda config: config.gkd.enable_teacher, "true")
+CUSTOM_LOSS = needs(lambda config: config.gkd.custom_loss.path, None, "set gkd.custom_loss={path: null, name: null}")
 NO_POLICY_LOSS = needs(lambda config: config.gkd.use_rl_loss, True)
 NO_REFERENCE_RESPONSES = unused_with(lambda config: config.gkd.sft_share, 0, "0.5")
 NO_REWARD = UnusedWhen(
-    condition=lambda config: not has_reward(config),
-    because=lambda config: config.custom_reward_function.path,
-    enable="reward.py",
+    lambda config: not has_reward(config), lambda config: config.custom_reward_function.path, "reward.py"
 )
 NO_REWARDED_RESPONSE = UnusedWhen(
-    condition=lambda config: has_reward(config) and not needs_rewards(config),
-    because=lambda config: config.custom_reward_function.on_training,
-    enable="true",
+    lambda config: has_reward(config) and not needs_rewards(config),
+    lambda config: config.custom_reward_function.on_training,
+    "true",
 )
 SEVERAL_REWARDS = needs(
     lambda config: config.custom_reward_function.functions, {}, "set it in custom_reward_function.functions"
 )
-NO_VALIDATION = UnusedWhen(
-    condition=lambda config: not runs_validation(config),
-    because=lambda config: config.trainer.test_freq,
-    enable="10",
-)
+NO_VALIDATION = UnusedWhen(lambda config: not runs_validation(config), lambda config: config.trainer.test_freq, "10")
 NO_CHECKPOINTS = UnusedWhen(
-    condition=lambda config: not saves_checkpoints(config),
-    because=lambda config: config.trainer.save_freq,
-    enable="100",
+    lambda config: not saves_checkpoints(config), lambda config: config.trainer.save_freq, "100"
 )
 NAMED_TEACHERS = needs(  # Hydra merges mappings, so that {} changes nothing
     lambda config: config.actor_rollout_ref.teacher.teachers, {}, "remove actor_rollout_ref.teacher.teachers"
 )
 NO_MEGATRON = needs(lambda config: config.actor_rollout_ref.actor.strategy, "megatron")
+NO_FSDP = needs(lambda config: config.actor_rollout_ref.actor.strategy, "fsdp")
+NO_SERVICE = unused_with(lambda config: config.actor_rollout_ref.teacher.backend, "hf", "zmq")
 GREEDY = unused_with(lambda config: config.actor_rollout_ref.rollout.temperature, 0, "1")
 GREEDY_VALIDATION = unused_with(lambda config: config.actor_rollout_ref.rollout.val_kwargs.temperature, 0, "1")
 ON_CPU = unused_with(lambda config: config.trainer.device, "cpu", "cuda")
 SHARED_DEVICES = needs(lambda config: config.actor_rollout_ref.hybrid_engine, False)
 STUDENT_PROMPTS = UnusedWhen(
-    condition=lambda config: not any(prompt_settings(config.actor_rollout_ref.teacher, config.data).values()),
-    because=lambda config: config.data.teacher_prompt_key,
-    enable="seen",
+    lambda config: not any(prompt_settings(config.actor_rollout_ref.teacher, config.data).values()),
+    lambda config: config.data.teacher_prompt_key,
+    "seen",
 )
 SAMPLED_TOKEN_LOSS = UnusedWhen(
-    condition=lambda config: uses_sampled_token_loss(config.gkd),
-    because=lambda config: config.gkd.distill_loss_type,
-    enable="forward_kl",
+    lambda config: uses_sampled_token_loss(config.gkd), lambda config: config.gkd.distill_loss_type, "forward_kl"
 )
 TOP_K_LOSS = UnusedWhen(
-    condition=lambda config: not uses_sampled_token_loss(config.gkd),
-    because=lambda config: config.gkd.distill_loss_type,
-    enable="k1",
+    lambda config: not uses_sampled_token_loss(config.gkd), lambda config: config.gkd.distill_loss_type, "k1"
 )
 NO_SOURCES = UnusedWhen(
-    condition=lambda config: not has_reward(config) and not runs_validation(config),
-    because=lambda config: config.custom_reward_function.path,
-    enable="reward.py",
+    lambda config: not has_reward(config) and not runs_validation(config),
+    lambda config: config.custom_reward_function.path,
+    "reward.py",
 )
 FAILURE_ENDS_RUN = UnusedWhen(
-    condition=lambda config: has_reward(config) and failure_mode(config) == "fail",
-    because=lambda config: config.custom_reward_function.on_failure,
-    enable="skip",
+    lambda config: has_reward(config) and failure_mode(config) == "fail",
+    lambda config: config.custom_reward_function.on_failure,
+    "skip",
 )
 NO_ADAPTERS = UnusedWhen(
-    condition=lambda config: not config.actor_rollout_ref.actor.lora.rank,
-    because=lambda config: config.actor_rollout_ref.actor.lora.rank,
-    enable="16",
+    lambda config: not config.actor_rollout_ref.actor.lora.rank,
+    lambda config: config.actor_rollout_ref.actor.lora.rank,
+    "16",
 )
 NO_TENSOR_PARALLELISM = UnusedWhen(
-    condition=lambda config: (
+    lambda config: (
         config.actor_rollout_ref.actor.megatron.sequence_parallel
         and config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 1
     ),
-    because=lambda config: config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size,
-    enable="2",
+    lambda config: config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size,
+    "2",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from recipe_gkd.config.compose import default_values, value_at
 from recipe_gkd.config.key_types import known_keys
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.load import LoadedConfig, read_config
-from recipe_gkd.config.schema.unused import NO_REWARDED_RESPONSE, UnusedWhen
-from recipe_gkd.config.unused_keys import unused_conditions
+from recipe_gkd.config.schema.unused import NO_MEGATRON, NO_REWARDED_RESPONSE, NO_SERVICE, UnusedWhen
+from recipe_gkd.config.unused_keys import unused_conditions, unused_key_problems
 from tests._support import custom_losses
 from tests._support.base_config import CONFIG_NAME, REQUIRED
 
@@ -144,6 +145,27 @@ def test_unused_key_is_reported_until_it_is_enabled(unused: UnusedWhen, keys: tu
     companions = [text for text in COMPANIONS.get(because, ()) if text not in kept]
     loaded = read(*kept, *companions, f"{because}={unused.enable}")
     assert not unused.condition(loaded.config) and not warned_with(unused, keys, list(loaded.warnings))
+
+
+REFUSED = [(name, rule) for name, field in known_keys().items() for rule in field.metadata["refused"]]
+REFUSED_IF = {
+    NO_MEGATRON: (f"{ACTOR}.strategy=fsdp",),
+    NO_SERVICE: (f"{TEACHER}.backend=hf", f"{TEACHER}.model_path=x"),
+}
+
+
+@pytest.mark.parametrize(("name", "unused"), REFUSED, ids=lambda part: part if isinstance(part, str) else rule_id(part))
+def test_other_value_than_default_is_refused_if_nothing_reads_it(name: str, unused: UnusedWhen) -> None:
+    config = read(*REFUSED_IF.get(unused, ())).config
+    section, _, field = name.rpartition(".")
+    object.__setattr__(attrgetter(section)(config), field, "other")
+    [problem] = [problem for problem in unused_key_problems(config) if problem.keys[0] == name]
+    assert problem.keys == (name, key_name(unused.because)) and problem.remedy.endswith(f"={unused.enable}")
+
+
+def test_keys_of_both_training_backends_are_refused() -> None:
+    sections = [name.rpartition(".")[0] for name, _ in REFUSED]
+    assert [sections.count(f"{ACTOR}.{section}") for section in ("megatron", "fsdp_config", "lora")] == [12, 6, 2]
 
 
 def test_keys_that_the_user_did_not_set_are_not_reported() -> None:
