@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -29,7 +29,6 @@ from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rewards.advantages import with_group_statistics
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime.keyed_timeout import with_margin
-from recipe_gkd.runtime.remote_group import R
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.runtime.wait_log import waiting_for
 from recipe_gkd.scoring.homes import Homes
@@ -186,7 +185,10 @@ class Cluster:
         """Do one optimizer step on ``batch``, divided among the data-parallel ranks, and return its metrics."""
         samples = [replace(sample, reward_numbers={}) for sample in batch.samples]  # for metrics of the driver only
         samples = with_group_statistics(samples, self.config.gkd, self.config.actor_rollout_ref.rollout.n)
-        return (await self._call_on_shards(ActorWorker.update, samples, batch.step, f"update, step {batch.step}"))[0]
+        phase = f"update, step {batch.step}"
+        arguments = await self._divide(samples, batch.step, phase)
+        timeout_s = timeout_of(self.config, ACTOR_TIMEOUT)
+        return (await self.actors.call_each(ActorWorker.update, arguments, timeout_s=timeout_s, phase=phase))[0]
 
     async def sum_kl(self, samples: Sequence[Sample], step: int) -> list[KlSums]:
         """Return the KL divergences of scored samples from every actor rank, to be added up by uid.
@@ -195,24 +197,19 @@ class Cluster:
             samples: Samples that teachers have scored.
             step: Number of optimizer steps of the weights.
         """
-        return await self._call_on_shards(ActorWorker.kl_sums, samples, step, f"KL divergence after step {step}")
+        phase = f"KL divergence after step {step}"
+        arguments = await self._divide(samples, step, phase)
+        timeout_s = timeout_of(self.config, ACTOR_TIMEOUT)
+        return await self.actors.call_each(ActorWorker.kl_sums, arguments, timeout_s=timeout_s, phase=phase)
 
-    async def _call_on_shards(
-        self,
-        method: Callable[[ActorWorker, Sequence[Sample], int], R],
-        samples: Sequence[Sample],
-        step: int,
-        phase: str,
-    ) -> list[R]:
-        """Divide samples among the data-parallel ranks, and return the results of all ranks."""
+    async def _divide(self, samples: Sequence[Sample], step: int, phase: str) -> list[tuple[Sequence[Sample], int]]:
+        """Return the arguments of each actor rank: the shard of its data-parallel rank, and the step."""
         with waiting_for(phase, None, "the object store of this node"):
             # Ray replaces a reference by its object when a method is called.
             shards = [
                 cast(Sequence[Sample], await in_thread(ray.put, shard)) for shard in self.sharding.divide(samples)
             ]
-        arguments = [(shards[dp_rank], step) for dp_rank in self.dp_ranks]
-        timeout_s = timeout_of(self.config, ACTOR_TIMEOUT)
-        return await self.actors.call_each(method, arguments, timeout_s=timeout_s, phase=phase)
+        return [(shards[dp_rank], step) for dp_rank in self.dp_ranks]
 
     # Restarts.
 

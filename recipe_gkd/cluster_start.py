@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from ray.actor import ActorHandle
+
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.actor.ranks import RankReport
 from recipe_gkd.actor.ray_worker import ActorWorker
@@ -166,13 +168,13 @@ class _ClusterStart:
             )
         self._rollouts.handles = [self._start_rollout(rank) for rank in range(n_rollouts)]
 
-    def _start_actor(self, rank: int) -> Any:
+    def _start_actor(self, rank: int) -> ActorHandle:
         pool, _ = self._pools
         env = actor_environment(self._device, self._config.actor_rollout_ref.actor.strategy)
         arguments = dict(self._arguments["actor"], world_size=pool.spec.n_workers)
         return self._spawn(pool, ActorWorker, rank, env, arguments)
 
-    def _start_rollout(self, rank: int) -> Any:
+    def _start_rollout(self, rank: int) -> ActorHandle:
         _, pool = self._pools
         env = rollout_environment(self._device)
         return self._spawn(
@@ -187,7 +189,7 @@ class _ClusterStart:
         env: Mapping[str, str],
         arguments: Mapping[str, Any],
         own_env: Mapping[str, str] | None = None,
-    ) -> Any:
+    ) -> ActorHandle:
         """Start a worker in its slots, with the variables of the run and those of ``own_env``; return its handle."""
         variables = worker_variables(env, environment=os.environ, extra=self._config.ray_init.env_vars)
         variables |= dict(own_env or {})

@@ -9,10 +9,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from recipe_gkd.errors import ModelError
 from teacher.weight_files import INDEX_NAME, find_damaged_weights, open_weights, weight_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 VOCABULARY_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
 """Alternative sets of files. A tokenizer needs one complete set."""
@@ -36,7 +39,7 @@ class Student:
 
     path: Path
     vocab_size: int
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     fingerprint: str
     n_tokens: int
 

@@ -236,7 +236,7 @@ class Trainer:
         batch.metrics |= self.teachers.step_metrics(batch.samples, batch.step, before=self.progress.skipped_samples)
         async with pipeline.actor_update(batch), self.devices.turn("update"):
             with span(batch.metrics, "timing/update_actor"):
-                batch.metrics |= await self.update(batch)
+                batch.metrics |= await self.cluster.update(batch)
             self.mismatch.observe_update(batch.step, batch.metrics)
             batch.metrics |= await self.devices.take_metrics()
             batch.metrics |= await self.cluster.metrics()
@@ -347,10 +347,6 @@ class Trainer:
         """Return the samples of a group of responses; see :meth:`~recipe_gkd.teacher_routing.Teachers.score`."""
         async with self.devices.turn("score"):
             return await self.teachers.score(group, step)
-
-    async def update(self, batch: ReadyBatch) -> dict[str, float]:
-        """Do one optimizer step on ``batch`` and return its metrics."""
-        return await self.cluster.update(batch)
 
     async def validate(self, pipeline: Pipeline) -> dict[str, float]:
         """Validate the actor's current weights. Generation for training continues while responses are scored."""

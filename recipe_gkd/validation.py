@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from recipe_gkd.config.timeouts import ROLLOUT_TIMEOUT
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import VALIDATION, DataSet, read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward
+from recipe_gkd.data.values import is_list_of_objects
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
@@ -50,6 +51,9 @@ from recipe_gkd.runtime.pending_files import PendingFiles
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teacher_routing import read_routes
 from recipe_gkd.validation_kl import FORWARD, REVERSE, ResponseKl
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +82,7 @@ class Validation:
         timeout_s: Deadline for all responses: ``rollout.timeout_s`` for every training batch of the same size.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, *, truth_use: TruthUse = "required") -> None:
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, *, truth_use: TruthUse = "required") -> None:
         """Read and tokenize the prompts of ``data.val_files``.
 
         Args:
@@ -264,7 +268,9 @@ class ScoredResponse:
         return self.response.finish_reason == "length"
 
 
-def read_validation(config: Config, tokenizer: Any, *, truth_use: TruthUse = "required") -> Validation | None:
+def read_validation(
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, truth_use: TruthUse = "required"
+) -> Validation | None:
     """Return the validation of a run, None if the run does not validate; see :class:`Validation`."""
     return Validation(config, tokenizer, truth_use=truth_use) if runs_validation(config) else None
 
@@ -315,9 +321,9 @@ def table_of(scored: Sequence[ScoredResponse], n: int, path: Path) -> str:
     return "\n".join(lines)
 
 
-def _excerpt(value: Any) -> str:
+def _excerpt(value: object) -> str:
     """Return the beginning and the end of a text, on one line."""
-    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+    if is_list_of_objects(value) and value:
         value = " | ".join(f"{message.get('role')}: {message.get('content')}" for message in value)
     text = str(value).replace("\n", "\\n")
     half = LOGGED_CHARS // 2

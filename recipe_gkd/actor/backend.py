@@ -100,11 +100,8 @@ class Backend(Protocol):
     def in_use(self) -> AbstractContextManager[None]:
         """Return the context in which all other methods must be called. Not collective."""
 
-    def zero_grad(self) -> None:
-        """Set the gradient to zero."""
-
     def accumulate(self, plan: MicroBatchPlan, loss: LossFunction) -> list[dict[str, Any]]:
-        """Add the gradient of the objective over all micro-batches of all data-parallel ranks.
+        """Compute the gradient of the objective over all micro-batches of all data-parallel ranks, starting at zero.
 
         Args:
             plan: Micro-batches of this rank. Each is packed in a thread while the one before it is computed.

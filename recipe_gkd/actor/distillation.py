@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,9 +20,9 @@ from recipe_gkd.config.conditions import uses_custom_loss, uses_sampled_token_lo
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.custom import LossInputs, load_custom_loss
 from recipe_gkd.losses.distributions import BucketedDistributions, bucketed_distributions
-from recipe_gkd.losses.divergences import Divergence, reverse_kl
+from recipe_gkd.losses.divergences import reverse_kl
 from recipe_gkd.losses.logits_query import StudentLogStats
-from recipe_gkd.losses.registry import get_sampled_token_loss
+from recipe_gkd.losses.registry import get_divergence, get_sampled_token_loss
 from recipe_gkd.losses.sampled_token import importance_weights
 
 
@@ -81,23 +80,11 @@ class DistillationTerm:
             return DistillationLoss(loss_T=self._sampled_token_loss(inputs))
         return DistillationLoss(loss_T=self._divergence_loss(inputs))
 
-    @cached_property
-    def _divergence(self) -> Divergence:
-        gkd = self.gkd
-        return Divergence(
-            kind=gkd.distill_loss_type,
-            tail=gkd.tail,
-            temperature=gkd.distill_temperature,
-            beta=gkd.beta,
-            rkl_ratio=gkd.rkl_ratio,
-            skew_alpha=gkd.skew_alpha,
-        )
-
     def _divergence_loss(self, inputs: DistillationInputs) -> Tensor:
         buckets, stats = inputs.buckets, inputs.stats
         if self.gkd.tail != "bucket":
             buckets = bucketed_distributions(stats.log_mass_TB, inputs.batch.logps_TK, inputs.valid_TK, self.gkd.tail)
-        return self._divergence(buckets).to(stats.sampled_logp_T.dtype)
+        return get_divergence(self.gkd.distill_loss_type)(buckets, values=vars(self.gkd)).to(stats.sampled_logp_T.dtype)
 
     def _sampled_token_loss(self, inputs: DistillationInputs) -> Tensor:
         gkd, batch, logp_T = self.gkd, inputs.batch, inputs.stats.sampled_logp_T

@@ -10,7 +10,7 @@ width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -68,16 +68,23 @@ def scatter_rows(output: Tensor, order: RowOrder, group: ProcessGroup) -> Tensor
     return _ScatterRows.apply(output, order, group).transpose(0, 1).flatten(1, 2)
 
 
+class _Exchange(Protocol):
+    """Context of the autograd functions."""
+
+    order: RowOrder
+    group: ProcessGroup
+
+
 class _GatherRows(torch.autograd.Function):
     """Exchange, then reorder by sequence. The backward pass is a permutation; that of ``x[rows]`` would be a sum."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, order: RowOrder, group: ProcessGroup) -> Tensor:
+    def forward(ctx: _Exchange, parts: Tensor, order: RowOrder, group: ProcessGroup) -> Tensor:
         ctx.order, ctx.group = order, group
         return _gather(parts, order, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Exchange, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _scatter(gradient, ctx.order, ctx.group), None, None
 
 
@@ -85,12 +92,12 @@ class _ScatterRows(torch.autograd.Function):
     """Inverse of :class:`_GatherRows`."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, order: RowOrder, group: ProcessGroup) -> Tensor:
+    def forward(ctx: _Exchange, whole: Tensor, order: RowOrder, group: ProcessGroup) -> Tensor:
         ctx.order, ctx.group = order, group
         return _scatter(whole, order, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Exchange, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _gather(gradient, ctx.order, ctx.group), None, None
 
 

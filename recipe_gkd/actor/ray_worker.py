@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from recipe_gkd.actor.kl_sums import KlSums
 from recipe_gkd.actor.ranks import RankReport, RankSpec, Rendezvous
 from recipe_gkd.actor.student_actor import StudentActor
 from recipe_gkd.config.schema import Config
@@ -22,7 +21,6 @@ from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 from recipe_gkd.weight_sync.spec import TransportAddress
 from recipe_gkd.weight_sync.stats import TransferStats
 from recipe_gkd.weight_sync.store import open_store
-from teacher.free_memory import MemoryTrimmer
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -62,7 +60,6 @@ class ActorWorker(StudentActor):
         spec = RankSpec(rank=rank, world_size=world_size, local_rank=0, device=device, rendezvous=None)
         super().__init__(config, spec, total_steps=total_steps, n_token_ids=n_token_ids)
         self._store: TCPStore | None = None
-        self._trimmer = MemoryTrimmer()
 
     def device_report(self) -> DeviceReport:
         """Return the node and the devices of this worker."""
@@ -85,17 +82,7 @@ class ActorWorker(StudentActor):
         self._weights = WeightSenderApi(self, rank=self.rank, device=self.device, timeout_s=timeout_s)
         return report
 
-    def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
-        """Run one optimizer step on this data-parallel rank's shard."""
-        metrics = super().update(self._with_top_k(samples), step)
-        self._trimmer.trim_if_due()
-        return metrics
-
-    def kl_sums(self, samples: Sequence[Sample], step: int) -> KlSums:
-        """Return sums of the KL divergences to the teacher by uid, over the tokens that this rank computes."""
-        return super().kl_sums(self._with_top_k(samples), step)
-
-    def _with_top_k(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def fetch_rows(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """Return the samples with the teacher's rows, which only the last pipeline stage reads."""
         if not self.layout.is_last_stage:
             return samples

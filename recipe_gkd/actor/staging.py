@@ -19,8 +19,8 @@ from torch import Tensor
 from recipe_gkd.actor import token_fields
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.context_parallel import gathered_rows
-from recipe_gkd.actor.loss_metrics import POSITION_BUCKETS
 from recipe_gkd.actor.microbatch import Allocate, PackedBatch, bucket_by_length
+from recipe_gkd.actor.position_buckets import POSITION_BUCKETS
 
 MAX_OVERLAP_POSITIONS = 8
 BOUNDARIES = "boundaries"

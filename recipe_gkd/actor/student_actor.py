@@ -27,6 +27,7 @@ from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointError
 from recipe_gkd.runtime.out_of_memory import MemoryPhase, out_of_memory_explained
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
+from teacher.free_memory import MemoryTrimmer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,7 +90,7 @@ class StudentActor:
         self._config, self._actor_config = config, config.actor_rollout_ref.actor
         self._rank_spec, self._total_steps, self._n_token_ids = rank_spec, total_steps, n_token_ids
         self.rank, self.device = rank_spec.rank, rank_spec.torch_device
-        self._writer = CheckpointWriter(self._actor_config.timeout_s)
+        self._writer, self._trimmer = CheckpointWriter(self._actor_config.timeout_s), MemoryTrimmer()
         self._step = 0
         self._partially_loaded: Path | None = None
 
@@ -183,6 +184,7 @@ class StudentActor:
                 actor is usable only with ``trainer.oom=split``, if the optimizer step had not begun.
         """
         self._ensure_usable()
+        samples = self.fetch_rows(samples)
         self._step, trainer = step, self._config.trainer
         # Weights are changed, and the optimizer state is needed, only within the step at the end of the update.
         with self.backend.in_use(), self.backend.states.on_device("params", "grads", read_only=True):
@@ -192,7 +194,12 @@ class StudentActor:
             finally:
                 self.backend.free_gradients()
         self._step = step + 1
+        self._trimmer.trim_if_due()
         return metrics
+
+    def fetch_rows(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Return the samples with the teacher's rows. Here they have them; workers of a cluster fetch them."""
+        return samples
 
     def weights_meta(self) -> list[TensorMeta]:
         """Return Hugging Face name, full shape and dtype of each tensor of :meth:`export_weights`, in order."""
@@ -259,7 +266,7 @@ class StudentActor:
         self._ensure_usable()
         n_token_ids = self._n_token_ids or self.backend.vocab_size
         with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
-            return kl_sums(self._updater, self._config.gkd, samples, step, n_token_ids)
+            return kl_sums(self._updater, self._config.gkd, self.fetch_rows(samples), step, n_token_ids)
 
     @_memory_explained("save")
     def save_hf(self, path: str | Path) -> None:

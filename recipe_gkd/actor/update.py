@@ -8,7 +8,7 @@ import math
 import resource
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +32,6 @@ from recipe_gkd.errors import GkdError, SecondaryFailure, WorkerError
 from recipe_gkd.runtime.out_of_memory import free_frames, is_out_of_memory, out_of_memory_error
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_TOKEN_LEN = key_name(lambda config: config.actor_rollout_ref.actor.max_token_len)
 MAX_RESPONSE_LENGTH = key_name(lambda config: config.data.max_response_length)
@@ -65,7 +63,7 @@ class Updater:
             vocab_size=n_token_ids,
             tp_group=backend.tp_group,
             cp_group=backend.cp_group,
-            n_teachers=len(self._teachers),
+            teachers=self._teachers,
         )
 
     def update(self, samples: Sequence[Sample], step: int, total_steps: int) -> dict[str, float]:
@@ -76,8 +74,40 @@ class Updater:
             step: Optimizer step, counted from 0.
             total_steps: Step at which the decay of the learning rate ends.
         """
-        lr = learning_rate(step, total_steps, self.config.optim)
-        return self._described(lambda: self._update(samples, step, lr), f"update {step}")
+        lr, work = learning_rate(step, total_steps, self.config.optim), f"update {step}"
+        backend, optim = self._backend, self.config.optim
+        try:
+            plan, reports = self._attempts(samples, step, partial(backend.accumulate, loss=self.loss), work)
+            sums, maxima = self._reduce_over_ranks(reports)
+            if not math.isfinite(sums["actor/loss"]):
+                uids = [uid for report in reports for uid in report["uids_T"][_is_not_finite(report["loss_T"])]]
+                raise self._not_finite_error(step, "the loss is not finite in the samples with uid", uids)
+            norm = backend.gradient_norm()
+            if not math.isfinite(norm):
+                uids = [sample.prompt.uid for sample in samples]
+                raise self._not_finite_error(step, "the gradient is not finite in the batch with the sample uids", uids)
+            if sums["n_tokens"]:
+                backend.step(norm, lr=lr, optim=optim, n_token_ids=self._n_token_ids)
+        except Exception as error:  # noqa: BLE001 - raised again, unless memory ran out
+            failure = self._as_memory_error(error, work)
+            free_frames(error)
+        else:
+            return self._metrics(sums, maxima, norm=norm, lr=lr, n_micro_batches=plan.count)
+        self._free_memory()  # outside of the handler, so that nothing refers to the error and its tensors
+        raise failure
+
+    def _metrics(
+        self, sums: dict[str, float], maxima: dict[str, float], *, norm: float, lr: float, n_micro_batches: int
+    ) -> dict[str, float]:
+        metrics = compute_loss_metrics(self._gkd, self._teachers, sums, maxima) | {
+            "actor/grad_norm": norm,
+            "actor/lr": lr,
+            "actor/micro_batches": float(n_micro_batches),
+        }
+        if self._splits:
+            metrics["actor/oom_splits"] = float(self._limit.n_splits)
+            metrics["actor/max_token_len"] = float(self._limit.applied_to(self.config).max_token_len)
+        return metrics
 
     def evaluate(self, samples: Sequence[Sample], step: int, measure: LossFunction) -> list[dict[str, Any]]:
         """Return the reports of a pass without a gradient, in micro-batches of the same limit as updates. Collective.
@@ -91,65 +121,31 @@ class Updater:
             Reports of the tokens that this rank counts.
         """
         work = f"pass after step {step}"
-        reports = self._described(
-            lambda: self._attempts(samples, step, partial(self._evaluate, measure), work)[1], work
-        )
-        return reports if self._backend.layout.counts_tokens else []
-
-    def _evaluate(self, measure: LossFunction, plan: MicroBatchPlan, vote: Vote | None) -> list[dict[str, Any]]:
-        reports = self._backend.evaluate(plan, measure)
-        if vote is not None:
-            vote.succeed()
-        return reports
-
-    def _described(self, work: Callable[[], T], name: str) -> T:
-        """Return ``work()``. A lack of memory becomes an error for the user."""
         try:
-            return work()
-        except Exception as error:
-            if isinstance(error, GkdError) or not is_out_of_memory(error):
-                raise
-            failure = self._out_of_memory_error(error, name)
+            _, reports = self._attempts(samples, step, partial(self._backend.evaluate, loss=measure), work)
+        except Exception as error:  # noqa: BLE001 - raised again, unless memory ran out
+            failure = self._as_memory_error(error, work)
             free_frames(error)
+        else:
+            return reports if self._backend.layout.counts_tokens else []
         self._free_memory()
-        if not self._splits:
-            split = "or set trainer.oom=split, which repeats it with smaller micro-batches"
-            failure = failure.replaced(remedy=f"{failure.remedy}; {split}", keys=(*failure.keys, OOM))
         raise failure
 
-    def _update(self, samples: Sequence[Sample], step: int, lr: float) -> dict[str, float]:
-        backend, optim = self._backend, self.config.optim
-        plan, reports = self._attempts(samples, step, self._accumulate, f"update {step}")
-        sums, maxima = self._reduce_over_ranks(reports)
-        if not math.isfinite(sums["loss"]):
-            uids = [uid for report in reports for uid in report["uids_T"][_is_not_finite(report["loss_T"])]]
-            raise self._not_finite_error(step, "the loss is not finite in the samples with uid", uids)
-        norm = backend.gradient_norm()
-        if not math.isfinite(norm):
-            uids = [sample.prompt.uid for sample in samples]
-            raise self._not_finite_error(step, "the gradient is not finite in the batch with the sample uids", uids)
-        if sums["n_tokens"]:
-            backend.step(norm, lr=lr, optim=optim, n_token_ids=self._n_token_ids)
-        metrics = compute_loss_metrics(self._gkd, self._teachers, sums, maxima) | {
-            "actor/grad_norm": norm,
-            "actor/lr": lr,
-            "actor/micro_batches": float(plan.count),
-        }
+    def _as_memory_error(self, error: Exception, work: str) -> WorkerError:
+        """Return the error for the user if memory ran out; raise any other error again."""
+        if isinstance(error, GkdError) or not is_out_of_memory(error):
+            raise error
+        failure = self._out_of_memory_error(error, work)
         if self._splits:
-            metrics["actor/oom_splits"] = float(self._limit.n_splits)
-            metrics["actor/max_token_len"] = float(self._limit.applied_to(self.config).max_token_len)
-        return metrics
-
-    def _accumulate(self, plan: MicroBatchPlan, _: Vote | None) -> list[dict[str, Any]]:
-        """Compute the gradient of the objective. The ranks vote before it is reduced."""
-        self._backend.zero_grad()
-        return self._backend.accumulate(plan, self.loss)
+            return failure
+        split = "or set trainer.oom=split, which repeats it with smaller micro-batches"
+        return failure.replaced(remedy=f"{failure.remedy}; {split}", keys=(*failure.keys, OOM))
 
     def _attempts(
         self,
         samples: Sequence[Sample],
         step: int,
-        compute: Callable[[MicroBatchPlan, Vote | None], list[dict[str, Any]]],
+        compute: Callable[[MicroBatchPlan], list[dict[str, Any]]],
         work: str,
     ) -> tuple[MicroBatchPlan, list[dict[str, Any]]]:
         """Compute micro-batches, with smaller ones after a lack of memory. Collective.
@@ -157,7 +153,7 @@ class Updater:
         Args:
             samples: Shard of this data-parallel rank.
             step: Optimizer step, for messages.
-            compute: Function that computes the micro-batches. The ranks vote in it with ``trainer.oom=split``.
+            compute: Function that computes the micro-batches.
             work: Name of the work, for messages.
 
         Returns:
@@ -182,7 +178,10 @@ class Updater:
             )
             failure: WorkerError | None = None
             try:
-                return plan, compute(plan, vote)
+                reports = compute(plan)
+                if vote is not None and not vote.is_done:  # without a gradient, nothing is reduced
+                    vote.succeed()
+                return plan, reports
             except Exception as error:
                 if vote is None or not (isinstance(error, AttemptFailed) or _can_repeat(error, vote)):
                     raise

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -42,7 +41,7 @@ class ArrowRows:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def values(self, index: int) -> Mapping[str, Any]:
+    def values(self, index: int) -> Mapping[str, object]:
         """Return the values of a row by column; see :class:`recipe_gkd.data.files.StoredRows`."""
         number = bisect_right(self._starts, index) - 1
         return _ArrowRow(self, self._batches[number], index - self._starts[number])
@@ -83,13 +82,13 @@ class ArrowRows:
         return f"{self._schema.field(index).type!s:.60}", sum(batch.column(index).null_count for batch in self._batches)
 
 
-class _ArrowRow(Mapping[str, Any]):
+class _ArrowRow(Mapping[str, object]):
     """Values of one row, each converted when it is read, so that a column that is not read cannot fail."""
 
     def __init__(self, rows: ArrowRows, batch: pa.RecordBatch, index: int) -> None:
         self._rows, self._batch, self._index = rows, batch, index
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         number = self._batch.schema.get_field_index(name)
         if number < 0:
             raise KeyError(name)

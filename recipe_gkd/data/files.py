@@ -11,7 +11,7 @@ import gzip
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from recipe_gkd.data.arrow_rows import ArrowError, ArrowRows, read_csv, read_ipc, read_parquet
 from recipe_gkd.data.json_rows import JsonRows
@@ -40,7 +40,7 @@ class StoredRows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def values(self, index: int) -> Mapping[str, Any]:
+    def values(self, index: int) -> Mapping[str, object]:
         """Return the values of a row by column. A value may be :class:`Unreadable`."""
 
     def place(self, index: int) -> str:

@@ -10,9 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
+from recipe_gkd.data.messages import Message
 from recipe_gkd.data.tokenization import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FORMAT = "inputs:"
 """Prefix of fingerprints of prompts. Another one is needed when they are made from other inputs."""
@@ -24,7 +28,7 @@ class Fingerprint:
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
 
-    def add(self, value: Any) -> None:
+    def add(self, value: object) -> None:
         """Add a value."""
         self._digest.update(json.dumps(value, sort_keys=True, default=str).encode() + b"\n")  # JSON has no line feed
 
@@ -36,14 +40,14 @@ class Fingerprint:
 class PromptFingerprint(Fingerprint):
     """Hash of prompts, their tools, and the chat templates that format them."""
 
-    def __init__(self, tokenizer: Any, *templates: ChatTemplate) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *templates: ChatTemplate) -> None:
         """Start with the tokenizer's chat template, and its settings for each model."""
         super().__init__()
         self.add(getattr(tokenizer, "chat_template", None))
         for template in templates:
             self.add([dict(template.kwargs), template.system_prompt])
 
-    def add_prompt(self, prompt: Any, tools: Sequence[Any] | None) -> None:
+    def add_prompt(self, prompt: str | list[Message], tools: Sequence[object] | None) -> None:
         """Add a prompt before the chat template, and its tools."""
         self.add(prompt)
         if tools:

@@ -8,7 +8,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -99,9 +98,9 @@ class JsonRows:
     def __len__(self) -> int:
         return len(self._spans)
 
-    def values(self, index: int) -> Mapping[str, Any]:
+    def values(self, index: int) -> Mapping[str, object]:
         """Return the values of a row by column; see :class:`recipe_gkd.data.files.StoredRows`."""
-        row: dict[str, Any] = json.loads(self._line(index))
+        row: dict[str, object] = json.loads(self._line(index))
         return _repair(row) if index in self._repaired else row
 
     def place(self, index: int) -> str:
@@ -120,7 +119,7 @@ class JsonRows:
         """Return True if there is a nested field at ``path``."""
         return any(isinstance(value, dict) and path[-1] in value for value in self._values_at(path[:-1]))
 
-    def _values_at(self, path: Sequence[str]) -> Iterator[Any]:
+    def _values_at(self, path: Sequence[str]) -> Iterator[object]:
         return (nested_value(self.values(index), path) for index in range(len(self)))
 
     def describe(self, column: str) -> tuple[str, int]:
@@ -130,7 +129,7 @@ class JsonRows:
         return " or ".join(_TYPE_NAMES[each] for each in types if each is not type(None)) or "null", n_null
 
 
-def _repair(row: dict[str, Any]) -> dict[str, Any]:
+def _repair(row: dict[str, object]) -> dict[str, object]:
     """Return a row without halves of characters, and without values that recursive functions cannot walk through."""
     too_deep = Unreadable(f"it has more than {MAX_LEVELS} nested levels")
     return {

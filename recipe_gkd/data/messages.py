@@ -15,7 +15,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from recipe_gkd.data.values import parse_json, without_nulls
+from recipe_gkd.data.values import is_list_of_objects, parse_json, without_nulls
 from recipe_gkd.errors import DataError
 
 Message = dict[str, Any]
@@ -37,7 +37,7 @@ _LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 _LOOKS_LIKE_MESSAGES = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:.*\]\s*", re.DOTALL)
 
 
-def read_prompt(value: Any, where: str, *, drop_nulls: bool = False) -> str | list[Message]:
+def read_prompt(value: object, where: str, *, drop_nulls: bool = False) -> str | list[Message]:
     """Return a prompt in its one form.
 
     Args:
@@ -54,9 +54,9 @@ def read_prompt(value: Any, where: str, *, drop_nulls: bool = False) -> str | li
     return read_messages(value, where, drop_nulls=drop_nulls)
 
 
-def read_messages(value: Any, where: str, *, drop_nulls: bool = False) -> list[Message]:
+def read_messages(value: object, where: str, *, drop_nulls: bool = False) -> list[Message]:
     """Return messages in their one form; see :func:`read_prompt`."""
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+    if not is_list_of_objects(value) or not value:
         raise DataError(
             f"{where}: the prompt is {value!r:.200}; expected a string, or a list of {{'role': ..., 'content': ...}} "
             "messages that is not empty",
@@ -64,12 +64,12 @@ def read_messages(value: Any, where: str, *, drop_nulls: bool = False) -> list[M
     return [_message(message, number, where, drop_nulls) for number, message in enumerate(value)]
 
 
-def conversation_of(value: Any, where: str) -> Any:
+def conversation_of(value: object, where: str) -> object:
     """Return the messages of a conversation that may be JSON text. They are not checked."""
     return _messages_in_text(value, where) or value if isinstance(value, str) else value
 
 
-def role_of(message: Any) -> Any:
+def role_of(message: object) -> object:
     """Return the role of a message in any form, None if it has none."""
     if not isinstance(message, dict):
         return None
@@ -101,11 +101,12 @@ def content_of(message: Message, label: str) -> str | None:
     return "".join(_text_of_part(part, label) for part in content)
 
 
-def _text_of_part(part: Any, label: str) -> str:
+def _text_of_part(part: object, label: str) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if kind == "text" and isinstance(text := part.get("text"), str):
+    fields = part if isinstance(part, dict) else {"type": type(part).__name__}
+    kind, text = fields.get("type"), fields.get("text")
+    if kind == "text" and isinstance(text, str):
         return text
     raise DataError(
         f"{label} has a part of type {kind!r}: {part!r:.100}; expected parts {{'type': 'text', 'text': ...}} only, "
@@ -147,7 +148,7 @@ def _tool_calls(message: Message, number: int, where: str) -> list[Any] | None:
     if isinstance(calls, str):
         with suppress(ValueError):  # reported below
             calls = parse_json(calls) if calls.strip() else None
-    if calls is None or (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+    if calls is None or is_list_of_objects(calls):
         return calls
     raise DataError(
         f"{where}: the tool_calls of message {number} are {found!r:.200}; expected a list of objects, or its JSON text",
@@ -174,5 +175,4 @@ def _messages_in_text(text: str, where: str) -> list[Message] | None:
         ) from None
     except ValueError:
         return None
-    is_chat = all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in found)
-    return found if is_chat else None
+    return found if is_list_of_objects(found) and all({"role", "from"} & each.keys() for each in found) else None

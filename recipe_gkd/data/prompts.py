@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from recipe_gkd.data.tokenization import (
     truncate_prompt,
 )
 from recipe_gkd.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class PromptData:
         self,
         data_set: DataSet,
         config: DataConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         with_references: bool = False,
         stop_token_ids: Collection[int] = (),
@@ -89,7 +92,7 @@ class PromptData:
                 texts.add(text)
             self.references_fingerprint = texts.hexdigest()
 
-    def _tokenize(self, config: DataConfig, tokenizer: Any) -> str:
+    def _tokenize(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
         """Tokenize the prompts, log what is unusual, and return the fingerprint."""
         started_at = time.monotonic()
         inputs = PromptFingerprint(tokenizer, self.template)
@@ -262,7 +265,7 @@ class PromptLoader:
         return self._cached_order
 
 
-def ignores_tools(row: Row, tokenizer: Any, template: ChatTemplate) -> bool:
+def ignores_tools(row: Row, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> bool:
     """Return True if the chat template prints the prompt of a row with tools as if it had none."""
     with_tools, without = (
         render_prompt(row.prompt, tokenizer, row.where, template=template, tools=tools) for tools in (row.tools, None)

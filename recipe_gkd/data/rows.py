@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Row:
     file: Path
     line: int | None
     where: str
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     columns: RowColumns
     adds_nulls: bool
 
@@ -69,7 +69,7 @@ class Row:
                 error.column = error.column or column
             raise
 
-    def value(self, path: ColumnPath) -> Any:
+    def value(self, path: ColumnPath) -> object:
         """Return the value of a column or nested field, None if the row has none."""
         column = self.values.get(path[0])
         if isinstance(column, Unreadable):
@@ -83,18 +83,21 @@ class Row:
         value, column = self.value(path), ".".join(path)
         return None if value is None else self._read_prompt(value, column)
 
-    def _read_prompt(self, value: Any, column: str) -> str | list[Message]:
+    def _read_prompt(self, value: object, column: str) -> str | list[Message]:
         with self.locate_errors(column):
             return read_prompt(value, f"{self.where}, column {column}", drop_nulls=self.adds_nulls)
 
     @cached_property
-    def _prompt_value(self) -> Any:
+    def _prompt_value(self) -> object:
         """Value of the prompt column, which is converted once."""
         return self.value((self.columns.prompt,))
 
     @cached_property
-    def _conversation(self) -> tuple[str, Any] | None:
-        """Column and value of a whole conversation. None if the row has a prompt."""
+    def _conversation(self) -> tuple[str, object, Message | None] | None:
+        """Column of a whole conversation, its prompt, and its final assistant message. None if the row has a prompt.
+
+        The messages are not checked yet.
+        """
         key = self.columns.prompt
         if key not in CONVERSATIONS and self._prompt_value is not None:
             return None
@@ -102,26 +105,18 @@ class Row:
         for name in names:
             if (value := self.value((name,))) is not None:
                 with self.locate_errors(name):
-                    return name, conversation_of(value, f"{self.where}, column {name}")
+                    messages = conversation_of(value, f"{self.where}, column {name}")
+                if isinstance(messages, list) and messages and role_of(messages[-1]) == "assistant":
+                    return name, messages[:-1], messages[-1]
+                return name, messages, None
         return None
-
-    @property
-    def _final_message(self) -> Message | None:
-        """Final assistant message of a conversation, before it is checked."""
-        messages = self._conversation[1] if self._conversation else None
-        if not isinstance(messages, list) or not messages or role_of(messages[-1]) != "assistant":
-            return None
-        final: Message = messages[-1]
-        return final
 
     @cached_property
     def prompt(self) -> str | list[Message]:
         """Prompt: a text, or messages whose contents are texts. A conversation without its final assistant message."""
         if self._conversation is None:
             return self._read_prompt(self._prompt_value, self.columns.prompt)
-        name, messages = self._conversation
-        if self._final_message is not None:
-            messages = messages[:-1]
+        name, messages, _ = self._conversation
         return self._read_prompt(messages, name)
 
     @cached_property
@@ -131,9 +126,9 @@ class Row:
             if (value := self.value((name,))) is not None:
                 with self.locate_errors(name):
                     return self._response_text(value, name)
-        if (final := self._final_message) is None or self._conversation is None:
+        name, _, final = self._conversation or ("", None, None)
+        if final is None:
             return None
-        name = self._conversation[0]
         with self.locate_errors(name):
             return content_of(final, f"{self.where}, column {name}: the content of the final message")
 
@@ -141,7 +136,7 @@ class Row:
     def _reads_completion(self) -> bool:
         return self.columns.response not in self.columns.names
 
-    def _response_text(self, value: Any, name: str) -> str:
+    def _response_text(self, value: object, name: str) -> str:
         if isinstance(value, str):
             return value
         if isinstance(value, list) and len(value) == 1 and role_of(value[0]) == "assistant":
@@ -164,12 +159,12 @@ class Row:
             return read_tools(value, self.where, column, drop_nulls=self.adds_nulls)
 
     @property
-    def ground_truth(self) -> Any:
+    def ground_truth(self) -> object:
         """Ground truth as the file has it, None without one."""
         return None if self.columns.truth is None else self.value(self.columns.truth)
 
     @property
-    def data_source(self) -> Any:
+    def data_source(self) -> object:
         """Name of the data source, None without one."""
         return self.value((self.columns.data_source,))
 
@@ -238,7 +233,13 @@ class DataSet(Sequence[Row]):
     def __len__(self) -> int:
         return self._starts[-1] if self._selected is None else len(self._selected)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> DataSet: ...
+
+    def __getitem__(self, index: int | slice) -> Row | DataSet:
         """Return a row, or for a slice a data set of rows."""
         if isinstance(index, slice):
             return self.take(range(len(self))[index])
@@ -284,11 +285,11 @@ class DataSet(Sequence[Row]):
         log.info("%s: %d of %d rows are used", self.name, max_samples, len(self))
         return self.take(rows.tolist())
 
-    def values_at(self, path: ColumnPath) -> Iterator[Any]:
+    def values_at(self, path: ColumnPath) -> Iterator[object]:
         """Yield the value of a column or nested field in each row, None for rows without one."""
         return (row.value(path) for row in self)
 
-    def data_sources(self) -> Iterator[Any]:
+    def data_sources(self) -> Iterator[object]:
         """Yield the name of each row's data source, None for rows without one."""
         return self.values_at((self._config.data_source_key,))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.messages import Message
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class ChatTemplate:
 
 def tokenize_prompt(
     prompt: str | list[Message],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     where: str,
     *,
     template: ChatTemplate = ChatTemplate(),
@@ -66,7 +69,7 @@ def tokenize_prompt(
 
 def render_prompt(
     prompt: str | list[Message],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     where: str,
     *,
     template: ChatTemplate = ChatTemplate(),
@@ -94,7 +97,7 @@ def render_prompt(
 
 def _apply_template(
     messages: list[Message],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     where: str,
     template: ChatTemplate,
     tools: Sequence[Any] | None,
@@ -136,7 +139,11 @@ def truncate_prompt(ids: np.ndarray, config: DataConfig, where: str) -> np.ndarr
 
 
 def tokenize_references(
-    data_set: DataSet, rows: Iterable[int], config: DataConfig, tokenizer: Any, end_ids: Collection[int | None]
+    data_set: DataSet,
+    rows: Iterable[int],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Collection[int | None],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield text and token ids of reference responses, each int32 [T] with T at most ``max_response_length``.
 

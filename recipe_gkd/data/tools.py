@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipe_gkd.data.values import parse_json, without_nulls
+from recipe_gkd.data.values import is_list_of_objects, parse_json, without_nulls
 from recipe_gkd.errors import DataError
 
 Tools = list[dict[str, Any]]
 """JSON schemas of functions, as a chat template expects them."""
 
 
-def read_tools(value: Any, where: str, key: str, *, drop_nulls: bool) -> Tools | None:
+def read_tools(value: object, where: str, key: str, *, drop_nulls: bool) -> Tools | None:
     """Return the tools of a row, None without any.
 
     Args:
@@ -32,7 +32,7 @@ def read_tools(value: Any, where: str, key: str, *, drop_nulls: bool) -> Tools |
             raise DataError(what, column=key) from error
     if tools is None or tools == []:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if not is_list_of_objects(tools):
         raise DataError(
             f"{where}: the tools in column {key} are {value!r:.200}; expected a list of objects such as "
             "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}, or its JSON text",

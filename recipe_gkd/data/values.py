@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a character that UTF-16 writes in two halves. It is no character, and no file or tokenizer accepts it."""
@@ -49,7 +49,7 @@ class Unreadable:
     reason: str
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> object:
     """Return the value of a JSON text.
 
     Raises:
@@ -61,7 +61,12 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"it has more than {MAX_ROW_LEVELS} nested levels") from None
 
 
-def count_levels(value: Any) -> int:
+def is_list_of_objects(value: object) -> TypeGuard[list[dict[str, Any]]]:
+    """Return True for a list of JSON objects, which may be empty."""
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+
+
+def count_levels(value: object) -> int:
     """Return the number of nested levels of lists and objects, plus one."""
     n_levels, layer = 0, [value]
     while layer:
@@ -74,7 +79,7 @@ def count_levels(value: Any) -> int:
     return n_levels
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """Return a value without null fields, because a column gives every object the fields of all others."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
@@ -86,7 +91,7 @@ def may_have_surrogates(line: bytes | bytearray) -> bool:
     return _ESCAPED_SURROGATE.search(line) is not None
 
 
-def replace_surrogates(value: Any) -> Any:
+def replace_surrogates(value: object) -> Any:
     """Return a value with U+FFFD, the replacement character, instead of each half of a character."""
     if isinstance(value, str):
         return SURROGATE.sub("\ufffd", value)
@@ -95,7 +100,7 @@ def replace_surrogates(value: Any) -> Any:
     return [replace_surrogates(each) for each in value] if isinstance(value, list) else value
 
 
-def nested_value(value: Any, path: Sequence[str]) -> Any:
+def nested_value(value: object, path: Sequence[str]) -> object:
     """Return the value of a nested field. None if an object does not have the field."""
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from recipe_gkd.diagnostics.node_agent import GONE, WorkerReport, inspect_workers
 from recipe_gkd.diagnostics.report import WorkerDiagnostics, render
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 TIMEOUT_S = 3.0
 """Deadline of a diagnosis. A failed run must end within seconds."""
@@ -82,7 +83,7 @@ async def with_diagnosis(error: Exception, phase: str, groups: Sequence[WorkerGr
     return diagnosed
 
 
-async def _in_thread_until(deadline: float, function: Callable[..., T], *args: Any) -> T:
+async def _in_thread_until(deadline: float, function: Callable[[*Ts], T], *args: *Ts) -> T:
     """Return ``function(*args)``, computed in a thread. Abandon the thread at the deadline."""
     return await asyncio.wait_for(in_thread(function, *args), max(0.0, deadline - time.monotonic()))
 

@@ -10,7 +10,8 @@ Shape suffixes: T positions, C outcomes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -26,21 +27,17 @@ class Divergence:
         kind: Name of the divergence; one of :func:`~recipe_gkd.losses.registry.divergence_names`.
         tail: Treatment of ids outside the teacher's top-k; see :mod:`~recipe_gkd.losses.distributions`.
         temperature: Temperature of both distributions. The loss is not multiplied by its square.
-        beta: Weight of the teacher in the mixture of ``jsd``, in (0, 1).
-        rkl_ratio: Weight of reverse KL in ``kl_rkl``, in [0, 1].
-        skew_alpha: Skew of ``skewed_forward_kl`` and ``skewed_reverse_kl``, in (0, 1).
+        parameters: Values of the function's parameters by name, such as ``beta``.
     """
 
     kind: str = "forward_kl"
     tail: str = "bucket"
     temperature: float = 1.0
-    beta: float = 0.5
-    rkl_ratio: float = 0.5
-    skew_alpha: float = 0.1
+    parameters: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __call__(self, distributions: BucketedDistributions) -> Tensor:
         """Return the divergence at each position, in nats, [T]."""
-        loss_T: Tensor = get_divergence(self.kind)(distributions, values=vars(self))
+        loss_T: Tensor = get_divergence(self.kind)(distributions, values=self.parameters)
         return loss_T
 
 
@@ -67,7 +64,7 @@ def reverse_kl(distributions: BucketedDistributions) -> Tensor:
 
 
 @register_divergence("jsd")
-def jsd(distributions: BucketedDistributions, *, beta: float) -> Tensor:
+def jsd(distributions: BucketedDistributions, *, beta: float = 0.5) -> Tensor:
     """Return the generalized Jensen-Shannon divergence.
 
     ``beta * KL(P || M) + (1 - beta) * KL(Q || M)`` with ``M = beta * P + (1 - beta) * Q`` (Agarwal et al. 2024, GKD,
@@ -88,7 +85,7 @@ def jsd(distributions: BucketedDistributions, *, beta: float) -> Tensor:
 
 
 @register_divergence("kl_rkl")
-def kl_rkl(distributions: BucketedDistributions, *, rkl_ratio: float) -> Tensor:
+def kl_rkl(distributions: BucketedDistributions, *, rkl_ratio: float = 0.5) -> Tensor:
     """Return (1 - r) KL(P || Q) + r KL(Q || P).
 
     Args:
@@ -102,7 +99,7 @@ def kl_rkl(distributions: BucketedDistributions, *, rkl_ratio: float) -> Tensor:
 
 
 @register_divergence("skewed_forward_kl")
-def skewed_forward_kl(distributions: BucketedDistributions, *, skew_alpha: float) -> Tensor:
+def skewed_forward_kl(distributions: BucketedDistributions, *, skew_alpha: float = 0.1) -> Tensor:
     """Return KL(P || a P + (1 - a) Q) (Ko et al. 2024, DistiLLM, arXiv:2402.03898).
 
     It is at most -log(a), and its gradient is bounded.
@@ -118,7 +115,7 @@ def skewed_forward_kl(distributions: BucketedDistributions, *, skew_alpha: float
 
 
 @register_divergence("skewed_reverse_kl")
-def skewed_reverse_kl(distributions: BucketedDistributions, *, skew_alpha: float) -> Tensor:
+def skewed_reverse_kl(distributions: BucketedDistributions, *, skew_alpha: float = 0.1) -> Tensor:
     """Return KL(Q || (1 - a) P + a Q) (Ko et al. 2024, DistiLLM, arXiv:2402.03898).
 
     It is finite also where P has no mass.

@@ -20,9 +20,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 N_DIVERGENCE_INPUTS = 1  # distributions
 N_SAMPLED_TOKEN_INPUTS = 2  # log-probabilities under the student and the teacher
 
-# Names of the values that a loss can have as parameters: the fields of `Divergence`, and statistics of the sample.
-DIVERGENCE_PARAMETERS = ("kind", "tail", "temperature", "beta", "rkl_ratio", "skew_alpha")
 SAMPLED_TOKEN_PARAMETERS = ("baseline_T", "scale_T")
+"""Statistics of the sample that a loss on the sampled token can have as parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +32,13 @@ class RegisteredLoss:
         name: Value of ``gkd.distill_loss_type``.
         function: Function that returns the loss of each position, [T].
         parameters: Names of the function's parameters after its inputs, such as ``beta``.
+        required: Names of the parameters without a default.
     """
 
     name: str
     function: Callable[..., Any]
     parameters: tuple[str, ...]
+    required: tuple[str, ...] = ()
 
     def __call__(self, *inputs: Any, values: Mapping[str, Any]) -> Any:
         """Return the loss of each position.
@@ -49,7 +50,16 @@ class RegisteredLoss:
 
         Returns:
             Loss of each position, [T].
+
+        Raises:
+            ConfigError: A parameter has neither a value nor a default.
         """
+        if missing := [name for name in self.required if name not in values]:
+            raise ConfigError(
+                f"the distillation loss {self.name!r} has parameters without a value: {', '.join(missing)}",
+                remedy="give them a default, or names of keys in the section gkd",
+                keys=(KEY,),
+            )
         return self.function(*inputs, **{name: values[name] for name in self.parameters if name in values})
 
 
@@ -61,16 +71,16 @@ def register_divergence(name: str) -> Callable[[Function], Function]:
     """Register a divergence of the teacher from the student.
 
     The decorated function takes :class:`~recipe_gkd.losses.distributions.BucketedDistributions` and keyword-only
-    parameters, each named like a field of :class:`~recipe_gkd.losses.divergences.Divergence`. A parameter of another
-    name must have a default, and keeps it. The function returns [T].
+    parameters. A parameter gets the value of the key of its name in the section ``gkd``, or keeps its default. The
+    function returns [T].
 
     Args:
         name: Value of ``gkd.distill_loss_type``.
 
     Raises:
-        ConfigError: The name is registered already, or a parameter has neither a value nor a default.
+        ConfigError: The name is registered already.
     """
-    return _register(_divergences, name, N_DIVERGENCE_INPUTS, DIVERGENCE_PARAMETERS)
+    return _register(_divergences, name, N_DIVERGENCE_INPUTS)
 
 
 def register_sampled_token_loss(name: str) -> Callable[[Function], Function]:
@@ -89,23 +99,24 @@ def register_sampled_token_loss(name: str) -> Callable[[Function], Function]:
 
 
 def _register(
-    losses: dict[str, RegisteredLoss], name: str, n_inputs: int, supplied: tuple[str, ...]
+    losses: dict[str, RegisteredLoss], name: str, n_inputs: int, supplied: tuple[str, ...] | None = None
 ) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         if name in loss_names():
             what = f"a distillation loss named {name!r} is registered already"
             raise ConfigError(what, remedy="choose another name", keys=(KEY,))
-        parameters = list(inspect.signature(function).parameters.values())[n_inputs:]
-        named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-        for each in named:
-            if each.name not in supplied and each.default is each.empty:
-                raise ConfigError(
-                    f"the distillation loss {name!r} has the parameter {each.name} without a default, expected one of "
-                    f"{', '.join(supplied)}",
-                    remedy="rename it, or give it a default",
-                    keys=(KEY,),
-                )
-        losses[name] = RegisteredLoss(name=name, function=function, parameters=tuple(each.name for each in named))
+        declared = list(inspect.signature(function).parameters.values())[n_inputs:]
+        named = [each for each in declared if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        required = tuple(each.name for each in named if each.default is each.empty)
+        if supplied is not None and (unknown := [each for each in required if each not in supplied]):
+            raise ConfigError(
+                f"the distillation loss {name!r} has the parameter {unknown[0]} without a default, expected one of "
+                f"{', '.join(supplied)}",
+                remedy="rename it, or give it a default",
+                keys=(KEY,),
+            )
+        parameters = tuple(each.name for each in named)
+        losses[name] = RegisteredLoss(name=name, function=function, parameters=parameters, required=required)
         return function
 
     return decorate

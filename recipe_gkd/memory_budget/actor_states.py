@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from recipe_gkd.actor.megatron.hf_layout import shard_size
 from recipe_gkd.actor.megatron.hf_names import EMBEDDING, Weight, weights
@@ -142,7 +141,7 @@ def _fsdp_parameters(config: Config) -> tuple[list[tuple[int, ...]], list[tuple[
     student, lora = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.lora
     hf = load_hf_config(student.path, trust_remote_code=student.trust_remote_code)
     with torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(hf, trust_remote_code=student.trust_remote_code)
+        module = AutoModelForCausalLM.from_config(hf, trust_remote_code=student.trust_remote_code)
     base = [tuple(parameter.shape) for parameter in module.parameters()]
     module.requires_grad_(True)
     if not lora.rank:

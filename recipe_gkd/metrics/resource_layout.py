@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from recipe_gkd.config import Config
 from recipe_gkd.config.schema import ActorConfig
@@ -113,13 +112,17 @@ class ResourceLayout:
             work_s += self.n_teachers * stages.teacher
         return work_s / self.cores
 
-    def expected(self, stages: StageSeconds, changed: StageSeconds, **schedule: Any) -> float:
+    def expected(
+        self, stages: StageSeconds, changed: StageSeconds, *, staleness: int | None = None, inflight: bool | None = None
+    ) -> float:
         """Return the expected time of a step, in seconds, after a change.
 
         Args:
             stages: Stage times of the run without the change.
             changed: Stage times with the change.
-            **schedule: ``staleness`` or ``inflight``, if the change sets them.
+            staleness: Maximum policy lag with the change. None: unchanged.
+            inflight: True for weight updates in flight with the change. None: unchanged.
         """
-        schedule = {"staleness": self.staleness, "inflight": self.inflight} | schedule
-        return max(step_seconds(changed, **schedule), self.core_seconds(stages))
+        staleness = self.staleness if staleness is None else staleness
+        inflight = self.inflight if inflight is None else inflight
+        return max(step_seconds(changed, staleness, inflight=inflight), self.core_seconds(stages))

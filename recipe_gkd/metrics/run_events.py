@@ -96,7 +96,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 def _outcome(error: BaseException | None, stopped_by: str | None) -> dict[str, str]:
     if isinstance(error, Exception):
-        return {"status": "failed", "reason": _shorten(str(as_known_error(error, "outside the training")))}
+        return {"status": "failed", "reason": _shorten(as_known_error(error, "outside the training").summary)}
     if isinstance(error, Terminated):
         return {"status": "stopped", "reason": f"at once, by signal {error.number}"}
     if error is not None:

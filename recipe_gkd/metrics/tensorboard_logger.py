@@ -7,7 +7,10 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +29,7 @@ class TensorBoardLogger:
 
         self._open, self._folder, self._completed_steps = SummaryWriter, folder, completed_steps
         self._pending: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MAX_PENDING_STEPS)
-        self._writer: Any = None
+        self._writer: SummaryWriter | None = None
         self._has_warned = self._has_opened = False
         self._write()
 

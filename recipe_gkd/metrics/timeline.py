@@ -16,13 +16,13 @@ from typing import Any, Protocol
 class Sink(Protocol):
     """Receiver of every span and counter. All times are in seconds of the timeline's clock."""
 
-    def begin(self, track: str, name: str, since: float, args: dict[str, Any]) -> Any:
+    def begin(self, track: str, name: str, since: float, args: dict[str, object]) -> Any:
         """Open a span. The result is passed to :meth:`end`."""
 
     def end(self, span: Any, until: float) -> None:
         """Close a span that :meth:`begin` opened."""
 
-    def record(self, track: str, name: str, since: float, until: float, args: dict[str, Any]) -> None:
+    def record(self, track: str, name: str, since: float, until: float, args: dict[str, object]) -> None:
         """Add a span that has already ended."""
 
     def count(self, track: str, name: str, at: float, value: float) -> None:
@@ -66,7 +66,7 @@ class Timeline:
         self._n_spans = 0
 
     @contextmanager
-    def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
+    def span(self, track: str, name: str, **args: object) -> Iterator[None]:
         """Record a span for the duration of the body, also if the body raises.
 
         Args:
@@ -88,7 +88,7 @@ class Timeline:
             if self._sink:
                 self._sink.end(sink_span, until)
 
-    def record(self, track: str, name: str, since: float, until: float, **args: Any) -> None:
+    def record(self, track: str, name: str, since: float, until: float, **args: object) -> None:
         """Add a span that has already ended."""
         self._tracks[track].closed.append((since, until))
         if self._sink:

@@ -12,7 +12,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class TraceFile:
         self._started: float | None = None
         self._write("[\n")
 
-    def begin(self, track: str, name: str, since: float, args: dict[str, Any]) -> tuple[_Worker, int]:
+    def begin(self, track: str, name: str, since: float, args: dict[str, object]) -> tuple[_Worker, int]:
         """Write the start of a span, and return its worker and row for :meth:`end`."""
         worker = self._worker(track)
         row = self._take_row(worker, since, OPEN)
@@ -77,7 +77,7 @@ class TraceFile:
         worker.free_at[row] = until
         self._event("E", worker.pid, worker.threads[row], ts=self._ts(until))
 
-    def record(self, track: str, name: str, since: float, until: float, args: dict[str, Any]) -> None:
+    def record(self, track: str, name: str, since: float, until: float, args: dict[str, object]) -> None:
         """Write a complete span."""
         worker = self._worker(track)
         thread = worker.threads[self._take_row(worker, since, until)]
@@ -126,7 +126,7 @@ class TraceFile:
             self._started = at
         return round((at - self._started) * 1e6, 3)
 
-    def _event(self, phase: str, pid: int, thread: int, **more: Any) -> None:
+    def _event(self, phase: str, pid: int, thread: int, **more: object) -> None:
         event = {"ph": phase, "pid": pid, "tid": thread, **more}
         self._write(json.dumps(event, separators=(",", ":"), default=str) + ",\n")
 
@@ -152,5 +152,5 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _title(name: str, args: dict[str, Any]) -> str:
+def _title(name: str, args: dict[str, object]) -> str:
     return f"{name} {args['step']}" if "step" in args else name

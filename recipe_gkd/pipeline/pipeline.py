@@ -30,7 +30,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 from recipe_gkd.data.batches import PromptBatch, ReadyBatch
 from recipe_gkd.data.samples import Prompt, Response
@@ -44,7 +43,7 @@ from recipe_gkd.pipeline.stages import Generate, PipelineStages
 from recipe_gkd.pipeline.staleness_gate import StalenessGate
 from recipe_gkd.pipeline.state import PipelineState
 from recipe_gkd.runtime.clock import now
-from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
+from recipe_gkd.runtime.tasks import ExitArguments, FirstErrorTaskGroup
 
 
 class Pipeline:
@@ -99,7 +98,7 @@ class Pipeline:
         self._tasks.start(self._dispatch_batches())
         return self
 
-    async def __aexit__(self, *error: Any) -> None:
+    async def __aexit__(self, *error: *ExitArguments) -> None:
         await self._tasks.__aexit__(*error)
 
     async def __aiter__(self) -> AsyncIterator[ReadyBatch]:

@@ -10,7 +10,7 @@ from typing import Any
 from recipe_gkd.quickstart.task import is_exact
 
 
-def compute_score(prompt: Any, response: str, ground_truth: str, extra: dict[str, Any]) -> float:
+def compute_score(prompt: object, response: str, ground_truth: str, extra: dict[str, Any]) -> float:
     """Return the reward of a response.
 
     Args:

@@ -7,10 +7,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import ray
 from ray._private.state import state as ray_state
+from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe_gkd.runtime import process_trees
@@ -18,6 +19,7 @@ from recipe_gkd.runtime.threads import in_thread
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _RAY_KILL_GRACE_S = 0.3
 """Time that a process gets to exit after ``ray.kill``. Ray itself waits 5 s for a process that does not answer."""
@@ -47,7 +49,7 @@ class ActorLocation:
 class NodeProbe:
     """Ray actor that runs functions on its node."""
 
-    def run(self, function: Callable[..., T], *args: Any) -> T:
+    def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Return ``function(*args)``."""
         return function(*args)
 
@@ -77,7 +79,7 @@ def session_folder() -> str:
 
     After the end of the connection it is a description for messages.
     """
-    node: Any = ray._private.worker.global_worker.node
+    node = ray._private.worker.global_worker.node
     return "the folder of Ray's session" if node is None else str(node.address_info["session_dir"])
 
 
@@ -86,12 +88,12 @@ def node_addresses() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
 
-async def locate(handles: Sequence[Any]) -> list[ActorLocation]:
+async def locate(handles: Sequence[ActorHandle]) -> list[ActorLocation]:
     """Return the location of each actor. The source is Ray's control service, so hung actors are located too."""
     return await in_thread(lambda: [_locate(handle) for handle in handles])
 
 
-async def run_on_node(node_id: str, function: Callable[..., T], *args: Any) -> T:
+async def run_on_node(node_id: str, function: Callable[[*Ts], T], *args: *Ts) -> T:
     """Return ``function(*args)``, computed on a node.
 
     On the node of this process it runs in a thread, on any other node in the probe. It has no deadline of its own.
@@ -102,7 +104,7 @@ async def run_on_node(node_id: str, function: Callable[..., T], *args: Any) -> T
     return result
 
 
-async def kill_workers(handles: Sequence[Any], *, timeout_s: float) -> None:
+async def kill_workers(handles: Sequence[ActorHandle], *, timeout_s: float) -> None:
     """Kill actors with all processes that they have started, and wait until these have ended.
 
     Logs a warning and returns after ``timeout_s``. An error of Ray is raised after the kill was requested.
@@ -147,12 +149,12 @@ async def _on_nodes(calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     return results
 
 
-def _kill(handles: Sequence[Any]) -> None:
+def _kill(handles: Sequence[ActorHandle]) -> None:
     for handle in handles:
         ray.kill(handle, no_restart=True)
 
 
-def _locate(handle: Any) -> ActorLocation:
+def _locate(handle: ActorHandle) -> ActorLocation:
     info = ray_state.actor_table(handle._actor_id.hex())
     address = info.get("Address", {})
     dead = info.get("State") == "DEAD"

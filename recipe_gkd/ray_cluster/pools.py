@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -80,7 +81,9 @@ class Pool:
     spec: PoolSpec
     group: PlacementGroup
 
-    def spawn(self, worker: type, rank: int, arguments: dict[str, Any], *, env: dict[str, str] | None = None) -> Any:
+    def spawn(
+        self, worker: type, rank: int, arguments: dict[str, Any], *, env: dict[str, str] | None = None
+    ) -> ActorHandle:
         """Start ``worker(**arguments)`` in the slots of ``rank``. Ranks fill one node after the other.
 
         After a worker has died, another worker of the same rank can be started in its slots.

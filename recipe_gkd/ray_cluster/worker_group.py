@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray import ObjectRefGenerator
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from recipe_gkd.errors import DeadlineError, GkdError, WorkerDied
@@ -154,7 +156,7 @@ class WorkerGroup(RemoteGroup[W_co]):
         """
         return await self._to_worker_error(rank, self._actor_id(rank), phase, error)
 
-    def replace(self, rank: int, handle: Any) -> None:
+    def replace(self, rank: int, handle: ActorHandle) -> None:
         """Replace a dead worker by a new one."""
         ray.kill(self.handles[rank], no_restart=True)
         self.handles[rank] = handle
@@ -264,7 +266,7 @@ class WorkerGroup(RemoteGroup[W_co]):
         return str(self.handles[rank]._actor_id.hex())
 
 
-async def _close(items: Any) -> None:
+async def _close(items: ObjectRefGenerator) -> None:
     """Cancel a generator that still runs. Ray loses a cancel that arrives before its call, so it is sent repeatedly."""
     ended = asyncio.ensure_future(_await(items.completed()))
     ended.add_done_callback(_retrieve)  # Else asyncio prints a traceback if this coroutine is canceled meanwhile.
@@ -285,5 +287,5 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-async def _await(call: Awaitable[Any]) -> Any:
+async def _await(call: Awaitable[R]) -> R:
     return await call

@@ -49,7 +49,9 @@ class Refusal(NamedTuple):
     names: tuple[str, ...] = ()
 
 
-def values_of(prompt: Any, response: str, ground_truth: Any, extra: dict[str, Any], data_source: Any) -> dict[str, Any]:
+def values_of(
+    prompt: object, response: str, ground_truth: object, extra: dict[str, Any], data_source: object
+) -> dict[str, Any]:
     """Return the values that :data:`NAMES` refers to.
 
     ``extra_info`` is the column of that name, as in verl. Without such a column it is all of ``extra``.

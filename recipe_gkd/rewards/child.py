@@ -24,7 +24,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+
+if TYPE_CHECKING:
+    from recipe_gkd.rewards.results import Result
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 MAX_TRACE_CHARS = 4000
 WATCH_INTERVAL_S = 0.2
@@ -178,7 +184,7 @@ def send_result(connection: Connection, index: int, functions: Sequence[Function
     return True
 
 
-def call_within(timeout_s: float, stacks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+def call_within(timeout_s: float, stacks: int, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
     """Return ``function(*arguments)``. At the deadline, write the stacks and exit, even if C code holds the GIL."""
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=stacks)
     try:
@@ -225,7 +231,7 @@ def load(path: str, name: str, module_name: str) -> Callable[..., Any] | str:
     return f"its {name} is {function!r:.100}, which cannot be called; {defined}"
 
 
-def score(function: Function, arguments: dict[str, Any]) -> Any:
+def score(function: Function, arguments: dict[str, Any]) -> Result | Failure:
     """Return the result of a call, or a failure."""
     try:
         return parsed(function, function.call(**arguments))
@@ -233,7 +239,7 @@ def score(function: Function, arguments: dict[str, Any]) -> Any:
         return Failure("exception", "it raised", function.number, user_trace(error))
 
 
-async def score_async(function: Function, arguments: dict[str, Any], timeout_s: float) -> Any:
+async def score_async(function: Function, arguments: dict[str, Any], timeout_s: float) -> Result | Failure:
     """Return the result of a call, which is awaited if the function is asynchronous, or a failure."""
     if not function.is_async:
         return score(function, arguments)
@@ -250,11 +256,10 @@ async def score_async(function: Function, arguments: dict[str, Any], timeout_s: 
         return Failure("exception", "it raised", function.number, user_trace(error))
 
 
-def parsed(function: Function, returned: Any) -> Any:
+def parsed(function: Function, returned: object) -> Result | Failure:
     """Return the score and the numbers of a returned value, or a failure."""
     result = results.parse_result(returned, function.reserved)
-    is_rejected = isinstance(result, results.Rejection)
-    return Failure("result", result.reason, function.number) if is_rejected else result
+    return Failure("result", result.reason, function.number) if isinstance(result, results.Rejection) else result
 
 
 def user_trace(error: BaseException) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import VERL_TRUTH
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +33,9 @@ class RewardItem:
     where: str
     prompt: str | list[dict[str, Any]]
     response: str
-    ground_truth: Any
+    ground_truth: object
     extra: dict[str, Any]
-    data_source: Any
+    data_source: object
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -49,7 +52,6 @@ class RewardItems:
     """Factory of reward items from the data set that the prompts come from.
 
     Args:
-        data: The data set.
         config: Names of its columns.
         tokenizer: Tokenizer of the student.
         require_truth: True to require a ground truth in every row in use.
@@ -67,7 +69,7 @@ class RewardItems:
         self,
         data: PromptData,
         config: DataConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         require_truth: bool = False,
         truth_use: TruthUse = "required",
@@ -91,7 +93,7 @@ class RewardItems:
             uid=response.uid,
             where=row.where,
             prompt=row.prompt,
-            response=self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=self._skip_special_tokens),
+            response=str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=self._skip_special_tokens)),
             ground_truth=row.ground_truth,
             extra=row.extra,
             data_source=row.data_source,

@@ -33,7 +33,7 @@ class Rejection(NamedTuple):
     name: object = None
 
 
-def parse_result(result: Any, reserved: Collection[str] = ()) -> Result | Rejection:
+def parse_result(result: object, reserved: Collection[str] = ()) -> Result | Rejection:
     """Return the score and the other numbers of a result, or a rejection.
 
     As in verl, a result may be a dict with the score and other entries. Of these, finite numbers and booleans are kept;
@@ -43,15 +43,15 @@ def parse_result(result: Any, reserved: Collection[str] = ()) -> Result | Reject
         result: Value that the function returned.
         reserved: Names of other metrics, which no number may have.
     """
-    has_others = isinstance(result, dict) and "score" in result
-    score = _to_float(result["score"] if has_others else result)
+    entries = result if isinstance(result, dict) and "score" in result else {"score": result}
+    score = _to_float(entries["score"])
     if not math.isfinite(score):
         return Rejection(
             f"it returned {result!r:.200} ({type(result).__name__}), expected a finite number, or a dict with one as "
             "'score'"
         )
     numbers: dict[str, float] = {}
-    for name, value in result.items() if has_others else ():
+    for name, value in entries.items():
         if name == "score" or not isinstance(value, Real) or not math.isfinite(value):
             continue
         if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 from recipe_gkd.config.reward_functions import reward_functions, reward_name
 from recipe_gkd.config.schema import RewardFunctionConfig
@@ -78,7 +77,7 @@ class RewardScorer:
         """Return the scorer, whose processes have been started."""
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the processes."""
         self.close()
 

@@ -65,7 +65,7 @@ class CommandQueue:
                 done.set_exception(failure.located())
 
 
-def settle(done: Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:
+def settle(done: Future[Any], *, result: object = None, error: BaseException | None = None) -> None:
     """Set a result or an error, unless the future has one: two threads may try to when an engine fails."""
     with suppress(InvalidStateError):
         done.set_result(result) if error is None else done.set_exception(error)

@@ -11,13 +11,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from recipe_gkd.errors import ModelError
 from recipe_gkd.rollout.environment import worker_environment
 from teacher.engines.vllm_worker import LogitsCalls
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +174,7 @@ def vllm_engine(folder: Path, options: OfflineEngineOptions, *, n_tokens: int) -
         gc.collect()
 
 
-def generate(engine: Any, prompts: Sequence[Any], sampling: Sampling) -> list[list[Generated]]:
+def generate(engine: LLM, prompts: Sequence[Sequence[int] | np.ndarray], sampling: Sampling) -> list[list[Generated]]:
     """Return ``n`` responses to each prompt.
 
     Args:

@@ -127,7 +127,7 @@ def _write_compile_cache_atomically() -> None:
     """
     save_to_file = CompilerManager.save_to_file
 
-    def save(manager: Any) -> None:
+    def save(manager: CompilerManager) -> None:
         path = manager.cache_file_path
         manager.cache_file_path = f"{path}.{os.getpid()}"
         try:
@@ -148,7 +148,7 @@ def _keep_buffers_in_reloads() -> None:
     """
     materialize_layer = layerwise.materialize_layer
 
-    def materialize(layer: torch.nn.Module, info: Any) -> None:
+    def materialize(layer: torch.nn.Module, info: layerwise.LayerReloadingInfo) -> None:
         materialize_layer(layer, info)
         if info.kernel_tensors is None:  # the first load, not a reload
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from recipe_gkd.rollout.vllm_compat import (
 )
 from recipe_gkd.weight_sync.receiver import NamedTensors
 
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
 _MAX_SHOWN_NAMES = 3
 
 
@@ -30,7 +33,7 @@ class ModelReload:
         model_config: vLLM's configuration of the model.
     """
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
+    def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig, model_config: ModelConfig) -> None:
         self._model, self._vllm_config, self._model_config = model, vllm_config, model_config
         self._expected, self._loaded = model_parameter_names(model), set[str]()
         self._places = _places(model)

@@ -35,7 +35,7 @@ class SleepCalls:
     """
 
     model_runner: Any
-    device: Any
+    device: torch.device
 
     def gkd_prepare_sleep(self, level: int) -> dict[str, Any]:
         """Save the constants that vLLM would not restore, and describe what must not change.

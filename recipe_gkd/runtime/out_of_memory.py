@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from recipe_gkd.errors import GkdError, WorkerError
 
@@ -239,7 +239,7 @@ def gib(n_bytes: float) -> str:
 
 
 def _cuda_memory() -> list[str]:
-    torch: Any = sys.modules.get("torch")
+    torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return []
     try:

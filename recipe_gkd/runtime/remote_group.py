@@ -125,6 +125,8 @@ class RemoteGroup(ABC, Generic[W_co]):
         self, rank: int, method: Callable[[W_co, *Ts], R], *args: *Ts, timeout_s: float, phase: str
     ) -> R: ...
 
-    async def call_one(self, rank: int, method: Callable[..., Any], *args: object, timeout_s: float, phase: str) -> Any:
+    async def call_one(
+        self, rank: int, method: Callable[..., Any], *args: object, timeout_s: float, phase: str
+    ) -> object:
         """Call a method on one worker. Return its result."""
         return (await self._call_ranks(method.__name__, {rank: args}, timeout_s=timeout_s, phase=phase))[0]

@@ -17,7 +17,7 @@ EVENT = "run_event"
 """Attribute of a log record that is an event of the run (see :mod:`recipe_gkd.metrics.run_events`)."""
 
 
-def as_event(name: str, **values: Any) -> dict[str, Any]:
+def as_event(name: str, **values: object) -> dict[str, Any]:
     """Return the argument ``extra`` of a log call that is also written to the events of the run.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from types import TracebackType
 from typing import Any, TypeVar
 
 from recipe_gkd.runtime.run_log import FILE_ONLY
@@ -12,6 +13,8 @@ from recipe_gkd.runtime.run_log import FILE_ONLY
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ExitArguments = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
+"""Arguments of ``__aexit__``."""
 
 
 class FirstErrorTaskGroup:
@@ -74,7 +77,7 @@ class FirstErrorTaskGroup:
         await self._group.__aenter__()
         return self
 
-    async def __aexit__(self, *error: Any) -> None:
+    async def __aexit__(self, *error: *ExitArguments) -> None:
         self._cancel_running()  # none, unless the body ended early or a task has failed
         try:
             await self._group.__aexit__(*error)

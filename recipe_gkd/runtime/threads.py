@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
-async def in_thread(function: Callable[..., T], *args: Any) -> T:
+async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     """Run ``function(*args)`` in a new daemon thread and return its result.
 
     Use it instead of ``asyncio.to_thread``. ``asyncio.run`` and the interpreter join the threads of the default
@@ -37,7 +38,7 @@ def run_until(deadline: float, calls: Sequence[Callable[[], T]]) -> list[T | Non
     return [future.result() if future in ended and future.exception() is None else None for future in futures]
 
 
-def start_in_thread(function: Callable[..., T], *args: Any) -> Future[T]:
+def start_in_thread(function: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
     """Start a daemon thread that computes ``function(*args)``, and return its result as a future."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()  # a canceled caller must not cancel a future that the thread sets later

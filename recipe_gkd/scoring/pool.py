@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import ActorUnschedulableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -258,7 +259,12 @@ class ScoringPool:
         }
 
     async def _answer(
-        self, rank: int, answer: Any, request: TeacherRequest, n_samples: int, timeout_s: float
+        self,
+        rank: int,
+        answer: ray.ObjectRef[PartScores | TeacherError],
+        request: TeacherRequest,
+        n_samples: int,
+        timeout_s: float,
     ) -> PartScores | TeacherError:
         """Await the first result of a call. Cancel the call if the caller is canceled or the deadline passes.
 
@@ -304,7 +310,12 @@ class ScoringPool:
         return f"Ray could not start it again, although {at.n_restarts} restarts were made and {limit} allows more"
 
     async def _first_answer(
-        self, rank: int, answer: Any, request: TeacherRequest, n_samples: int, timeout_s: float
+        self,
+        rank: int,
+        answer: ray.ObjectRef[PartScores | TeacherError],
+        request: TeacherRequest,
+        n_samples: int,
+        timeout_s: float,
     ) -> PartScores | TeacherError | None:
         """Return the first result of a call, or None if the worker does not answer in time."""
         phase, deadline_s = f"score, step {request.step}", with_margin(timeout_s, MARGIN_S)
@@ -370,13 +381,13 @@ def _with_uid(error: TeacherError, uids: Sequence[int], indices: Sequence[int]) 
 
 def _start_worker(
     specs: Mapping[str, ClientSpec], node_id: str, address: str, *, max_restarts: int, env: dict[str, str]
-) -> Any:
+) -> ActorHandle:
     """Start a worker, and return its handle.
 
     ``specs`` must stay below 100 KiB. Ray stores larger arguments as objects, and deletes them a second after the
     start, so that it cannot start the worker again (ray-project/ray#53727).
     """
-    on_node: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
     remote: Any = ray.remote(ScoringWorker)
     options = dict(num_cpus=0, max_restarts=max_restarts, max_task_retries=-1, scheduling_strategy=on_node)
     return remote.options(**options, runtime_env={"env_vars": env}).remote(dict(specs), address)

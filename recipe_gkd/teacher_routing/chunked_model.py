@@ -9,12 +9,16 @@ Shape suffixes: R sequences of a padded batch, S its length, T positions of a ch
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from teacher.errors import TeacherSetupError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ChunkedModel:
@@ -27,7 +31,7 @@ class ChunkedModel:
         logits_TV = chunked.logits(hidden_RSD[0, 10:20])
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         """Wrap a model.
 
         Args:
@@ -53,7 +57,7 @@ class ChunkedModel:
         """
         inputs: list[Tensor] = []
 
-        def keep_input(_: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def keep_input(_: torch.nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             inputs.append(arguments[0])
             return (arguments[0][:1, :1], *arguments[1:])  # logits of one position, which are not used
 
@@ -71,14 +75,16 @@ class ChunkedModel:
             hidden_TD: Rows of the result of :meth:`hidden_states`.
         """
 
-        def replace_input(_: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def replace_input(_: torch.nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (hidden_TD[None], *arguments[1:])
 
         one_token = torch.zeros((1, 1), dtype=torch.long, device=hidden_TD.device)
         logits_1TV: Tensor = self._forward(replace_input, input_ids=one_token).logits
         return logits_1TV[0]
 
-    def _forward(self, hook: Any, **inputs: Tensor) -> Any:
+    def _forward(
+        self, hook: Callable[[torch.nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]], **inputs: Tensor
+    ) -> Any:
         handle = self._output_layer.register_forward_pre_hook(hook)
         try:
             return self._model(**inputs, use_cache=False)
@@ -86,7 +92,7 @@ class ChunkedModel:
             handle.remove()
 
 
-def _unsupported(model: Any, problem: str) -> TeacherSetupError:
+def _unsupported(model: PreTrainedModel, problem: str) -> TeacherSetupError:
     return TeacherSetupError(
         f"the model class {type(model).__name__} {problem}",
         options=("actor_rollout_ref.teacher.backend",),

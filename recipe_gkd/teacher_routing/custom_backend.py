@@ -186,7 +186,7 @@ class CustomBackend:
         else:
             checked.set_result(list(scored))
 
-    def _check_info(self, info: Any) -> None:
+    def _check_info(self, info: object) -> None:
         if not isinstance(info, TeacherInfo):
             raise self._error("hello", f"returned {_type_name(info)}, expected a teacher.TeacherInfo")
         ids = info.eos_token_ids
@@ -226,7 +226,7 @@ class CustomBackend:
         )
 
 
-def check_results(label: str, sequences: Sequence[TeacherSequence], scored: Any) -> None:
+def check_results(label: str, sequences: Sequence[TeacherSequence], scored: object) -> None:
     """Check the results of a custom backend: records of numpy arrays, their dtypes, and distinct ids in each row.
 
     `recipe_gkd.scoring.checks.check_scores` checks number and shapes, for all backends.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from recipe_gkd.config.prompt_settings import PromptSettings, prompt_settings
 from recipe_gkd.config.prompt_template import PROMPT, fill, template_fields
 from recipe_gkd.config.schema import Config
 from recipe_gkd.data.fingerprints import PromptFingerprint
+from recipe_gkd.data.messages import Message
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import ColumnPath, Row
 from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_prompt
@@ -30,6 +31,9 @@ from recipe_gkd.data.tools import Tools
 from recipe_gkd.data.values import without_nulls
 from recipe_gkd.errors import DataError
 from recipe_gkd.teacher_routing.routes import Routes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,9 @@ class TeacherPrompts:
     fingerprint: str
 
 
-def make_teacher_prompts(data: PromptData, routes: Routes, config: Config, tokenizer: Any) -> TeacherPrompts | None:
+def make_teacher_prompts(
+    data: PromptData, routes: Routes, config: Config, tokenizer: PreTrainedTokenizerBase
+) -> TeacherPrompts | None:
     """Tokenize the teachers' prompts of a data set.
 
     Args:
@@ -94,7 +100,13 @@ class _PromptBuilder:
     """
 
     def __init__(
-        self, name: str, settings: PromptSettings, data: PromptData, *, config: Config, tokenizer: Any
+        self,
+        name: str,
+        settings: PromptSettings,
+        data: PromptData,
+        *,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         teacher = config.actor_rollout_ref.teacher
         self._name, self._data_set, self._tokenizer = name, data.data_set, tokenizer
@@ -115,7 +127,7 @@ class _PromptBuilder:
                 key, setting="data.teacher_prompt_key", purpose="of the teacher's prompts"
             )
 
-    def prompt_of(self, row: Row) -> tuple[Any, np.ndarray]:
+    def prompt_of(self, row: Row) -> tuple[str | list[Message], np.ndarray]:
         """Return the teacher's prompt for a row before the chat template, and its token ids, int32 [P]."""
         where = f"{row.where}, prompt of teacher {self._name}"
         try:
@@ -130,7 +142,7 @@ class _PromptBuilder:
             self._check_end(row, prompt, where)
         return prompt, ids
 
-    def _check_end(self, row: Row, prompt: Any, where: str) -> None:
+    def _check_end(self, row: Row, prompt: str | list[Message], where: str) -> None:
         of_student = _generation_prompt(row.prompt, self._tokenizer, where, self._student_template, row.tools)
         of_teacher = _generation_prompt(prompt, self._tokenizer, where, self.template, row.tools)
         if of_student != of_teacher:
@@ -155,14 +167,14 @@ class _PromptBuilder:
                 remedy="correct the field; write {{ and }} for braces",
             ) from None
 
-    def _filled(self, prompt: Any, row: Row, where: str) -> Any:
+    def _filled(self, prompt: str | list[Message], row: Row, where: str) -> str | list[Message]:
         """Return the prompt with the filled template as its last user message, or as its text."""
         if self._text_template is None:
             return prompt
         if isinstance(prompt, str):
             return self._fill(prompt, row, where)
-        messages = list(prompt) if isinstance(prompt, list) else []
-        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+        messages = list(prompt)
+        roles = [message["role"] for message in messages]
         if "user" in roles:
             last = len(roles) - 1 - roles[::-1].index("user")
             if isinstance(text := messages[last].get("content"), str):
@@ -189,7 +201,7 @@ class _PromptBuilder:
         return fill(self._text_template, {field: value or "" for field, value in values.items()} | {PROMPT: text})
 
 
-def _as_text(value: Any, row: Row) -> str | None:
+def _as_text(value: object, row: Row) -> str | None:
     """Return a value of a column as text, None for null. An object has the fields of its row only."""
     if value is None or isinstance(value, str):
         return value
@@ -204,7 +216,13 @@ def _template_of_teacher(settings: PromptSettings, student: ChatTemplate) -> Cha
     )
 
 
-def _generation_prompt(prompt: Any, tokenizer: Any, where: str, template: ChatTemplate, tools: Tools | None) -> str:
+def _generation_prompt(
+    prompt: str | list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    template: ChatTemplate,
+    tools: Tools | None,
+) -> str:
     """Return the text that the chat template adds after the last message. A prompt that is a string has none."""
     if isinstance(prompt, str):
         return ""

@@ -61,8 +61,8 @@ def read_routes(data_set: DataSet, config: Config) -> Routes:
     setting = f"{TEACHER}.route_key"
     path = data_set.find(teacher.route_key, setting=setting, purpose="that names each prompt's teacher")
     numbers = {name: number for number, name in enumerate(known)}
-    values = list(data_set.values_at(path))
-    for row, value in enumerate(values):
+    numbers_of_rows = []
+    for row, value in enumerate(data_set.values_at(path)):
         if not isinstance(value, str) or value not in numbers:
             raise DataError(
                 f"{data_set[row].where} has {value!r:.100} in the column {setting}={teacher.route_key}, "
@@ -72,7 +72,8 @@ def read_routes(data_set: DataSet, config: Config) -> Routes:
                 remedy=f"correct the row, add its teacher to {TEACHER}.teachers, or write teachers' names into a "
                 "separate column",
             )
-    routes = Routes(known, np.array([numbers[value] for value in values]))
+        numbers_of_rows.append(numbers[value])
+    routes = Routes(known, np.array(numbers_of_rows))
     if unused := [name for name in known if name not in routes.used]:
         log.warning("no row of %s is for teacher %s, which gets no requests", data_set.name, ", ".join(unused))
     return routes

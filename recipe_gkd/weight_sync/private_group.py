@@ -145,7 +145,7 @@ class _InterruptibleStore(dist.Store):
         super().__init__()
         self._store, self._timeout_s, self._stop = store, timeout_s, stop
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: str) -> None:
         """Store a value."""
         self._store.set(key, value)
 
@@ -171,7 +171,7 @@ class _InterruptibleStore(dist.Store):
             time.sleep(_STORE_POLL_INTERVAL_S)
 
 
-def _nccl_group(store: dist.Store, rank: int, world: int, timeout_s: float) -> Any:
+def _nccl_group(store: dist.Store, rank: int, world: int, timeout_s: float) -> dist.ProcessGroupNCCL:
     """Return a group of NCCL. Its communicator is only created by the first transfer."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * timeout_s + 60)  # later than the transport's own deadline
@@ -179,7 +179,7 @@ def _nccl_group(store: dist.Store, rank: int, world: int, timeout_s: float) -> A
         return dist.ProcessGroupNCCL(store, rank, world, options)
 
 
-def _gloo_group(store: dist.Store, rank: int, world: int, timeout_s: float, *, host: str) -> Any:
+def _gloo_group(store: dist.Store, rank: int, world: int, timeout_s: float, *, host: str) -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s + _CONNECT_MARGIN_S)
     options._devices = _gloo_devices(host)

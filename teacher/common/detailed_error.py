@@ -37,9 +37,14 @@ class DetailedError(Exception):
 
     def __str__(self) -> str:
         """Return ``phase: worker: what; remedy``, a line for each of ``details``, and the folder of the diagnosis."""
-        text = ": ".join(part for part in (*self._places(), self.what) if part)
         diagnosis = [f"diagnosis: {self.diagnosis}"] if self.diagnosis else []
-        return "\n".join([f"{text}; {self.remedy}" if self.remedy else text, *self.details, *diagnosis])
+        text = f"{self.summary}; {self.remedy}" if self.remedy else self.summary
+        return "\n".join([text, *self.details, *diagnosis])
+
+    @property
+    def summary(self) -> str:
+        """The text without the remedy and further lines."""
+        return ": ".join(part for part in (*self._places(), self.what) if part)
 
     def _places(self) -> tuple[str, ...]:
         """Return the parts of the text before ``what``, from the outermost. Empty parts are left out."""

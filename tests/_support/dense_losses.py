@@ -57,7 +57,8 @@ def divergence_of(p_C: Tensor, log_q_C: Tensor, divergence: Divergence) -> Tenso
     def kl_from_q(log_other_C: Tensor) -> Tensor:
         return (q_C * (log_q_C - log_other_C)).sum()
 
-    b, r, a = divergence.beta, divergence.rkl_ratio, divergence.skew_alpha
+    values = {"beta": 0.5, "rkl_ratio": 0.5, "skew_alpha": 0.1} | dict(divergence.parameters)
+    b, r, a = values["beta"], values["rkl_ratio"], values["skew_alpha"]
     match divergence.kind:
         case "forward_kl":
             return kl_from_p(log_q_C)

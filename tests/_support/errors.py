@@ -31,7 +31,7 @@ def raises(kind: type[E] | tuple[type[E], ...], /, **fields: object) -> Iterator
     check_error(caught.value, kind, **fields)
 
 
-def check_error(error: object, kind: type[E] | tuple[type[E], ...], **fields: object) -> None:
+def check_error(error: object, kind: type[E] | tuple[type[E], ...], /, **fields: object) -> None:
     """Check the class and the data of an error that was returned, for example by a job of another process.
 
     Args:

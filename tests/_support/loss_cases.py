@@ -91,7 +91,7 @@ def make_case(k: int, temperature: float, seed: int = 0) -> Case:
 
 def divergences(temperature: float = 1.0) -> list[Divergence]:
     """Return every registered divergence with every tail mode, with parameters that are not symmetric."""
-    base = Divergence(temperature=temperature, beta=0.3, rkl_ratio=0.3, skew_alpha=0.2)
+    base = Divergence(temperature=temperature, parameters={"beta": 0.3, "rkl_ratio": 0.3, "skew_alpha": 0.2})
     return [replace(base, kind=kind, tail=tail) for kind in divergence_names() for tail in TAIL_MODES]
 
 

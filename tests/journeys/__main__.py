@@ -120,7 +120,7 @@ def journeys_of_step(calls: Sequence[Call]) -> dict[str, list[str]]:
     commit = first(calls, "RolloutWorker.commit_weights", receive)
     generate = first(calls, "RolloutWorker.generate", commit)
     score = first(calls, "ScoringWorker.score", generate)
-    update = first(calls, "ActorWorker.update", score)
+    update = first(calls, "StudentActor.update", score, "actor")
     save = first(calls, "CheckpointSaver.save", update)
     end = max(call.time for call in calls if call.name.startswith("CheckpointSaver."))
     workers = ("driver", "engine", "scoring", "actor")

@@ -123,7 +123,7 @@ class StoppingTrainer(Trainer):
     stop: StopRequest
     stop_in: int | None = 1
 
-    async def update(self, batch: ReadyBatch) -> dict[str, float]:
+    async def fake_update(self, batch: ReadyBatch) -> dict[str, float]:
         if batch.step == self.stop_in:
             self.faults.stopped = True
             await asyncio.sleep(0.05)  # the stages of the next batches come to the fault
@@ -145,6 +145,7 @@ def make_trainer(config: Config, faults: Faults) -> StoppingTrainer:
     cluster.config = config
     start = ResumeState(Progress(0, 0, len(data), config.data.seed, config.data.shuffle))
     trainer = StoppingTrainer(config, cluster, teachers, loader, start, context)
+    cluster.update = trainer.fake_update
     trainer.faults, trainer.stop = faults, StopRequest()
     return trainer
 
@@ -223,7 +224,7 @@ class TestBackgroundSave:
         async def actor_is_lost(error: BaseException) -> bool:
             return is_lost
 
-        cluster.call, trainer.update, cluster.actor_is_lost = slow_writers, fail_in_third, actor_is_lost
+        cluster.call, cluster.update, cluster.actor_is_lost = slow_writers, fail_in_third, actor_is_lost
         with pytest.raises(RewardError):
             fit(trainer)
         assert steps_of(tmp_path) == ([] if is_lost else [2])

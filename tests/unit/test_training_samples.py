@@ -296,7 +296,7 @@ def test_batch_gets_advantages_before_it_is_divided(tmp_path: Path) -> None:
     batch = asyncio.run(first_batch(trainer))
     trainer.cluster.sharding = SimpleNamespace(divide=divide)  # type: ignore[assignment]
     with raises(GkdError):
-        asyncio.run(trainer.update(batch))
+        asyncio.run(trainer.cluster.update(batch))
     assert advantages == [-0.5, 0.5] * BATCH
 
 

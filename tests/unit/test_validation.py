@@ -160,7 +160,7 @@ class Run(Trainer):
 
     stop_in_update: int | None = None
 
-    async def update(self, batch: ReadyBatch) -> dict[str, float]:
+    async def fake_update(self, batch: ReadyBatch) -> dict[str, float]:
         await asyncio.sleep(0.001)
         if batch.step == self.stop_in_update:
             assert self.stop.request("SIGTERM")
@@ -198,6 +198,7 @@ def train(
     fake: Any = cluster or FakeCluster()
     fake.config = config
     trainer = Run(config, fake, teachers, loader, start, reward_context)
+    fake.update = trainer.fake_update
     trainer.stop_in_update = stop_in_update
     if crash_after is not None:
 

@@ -109,12 +109,9 @@ class FsdpBackend:
         """Return the context in which all other methods must be called."""
         return nullcontext()
 
-    def zero_grad(self) -> None:
-        """Set the gradient to zero."""
-        self.model.optimizer.zero_grad(set_to_none=True)
-
     def accumulate(self, plan: MicroBatchPlan, loss: LossFunction) -> list[dict[str, Any]]:
-        """Add the gradient of the objective; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        """Compute the gradient of the objective; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        self.model.optimizer.zero_grad(set_to_none=True)
         with adapter_dropout(self.model.module):
             return run_micro_batches(self.model, plan, loss, gkd=self._gkd, timeout_s=self._actor.timeout_s)
 
@@ -124,7 +121,7 @@ class FsdpBackend:
 
     def free_gradients(self) -> None:
         """Free the gradients, none of which is in a permanent buffer."""
-        self.zero_grad()
+        self.model.optimizer.zero_grad(set_to_none=True)
 
     def gradient_norm(self) -> float:
         """Return the global norm of the gradient, the same on every rank."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,5 +116,5 @@ def run_model(model: FsdpModel, batch: DeviceBatch, gkd: GkdConfig) -> Student:
     )
 
 
-def _report(losses: MicroBatchLosses, uids_T: Any) -> dict[str, Any]:
+def _report(losses: MicroBatchLosses, uids_T: np.ndarray) -> dict[str, Any]:
     return {"sums": losses.sums, "maxima": losses.maxima, "loss_T": losses.loss_T.detach(), "uids_T": uids_T}

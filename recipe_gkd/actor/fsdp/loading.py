@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from recipe_gkd.config.keys import FSDP
 from recipe_gkd.config.schema import FsdpConfig, LoraConfig
 from recipe_gkd.errors import ConfigError, ModelError
 from teacher.weight_files import WeightFileError
+
+if TYPE_CHECKING:
+    from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
 def load_sharded(
@@ -88,7 +91,9 @@ def load_sharded(
     return module.eval(), results[1]
 
 
-def shard(module: Any, source: nn.Module | None, config: FsdpConfig, mesh: DeviceMesh, device: torch.device) -> None:
+def shard(
+    module: PreTrainedModel, source: nn.Module | None, config: FsdpConfig, mesh: DeviceMesh, device: torch.device
+) -> None:
     """Materialize a model on the device "meta" and shard it. Collective.
 
     Args:
@@ -148,14 +153,14 @@ def resharded(module: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
-def _auto_model() -> Any:
+def _auto_model() -> type[AutoModelForCausalLM]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # it would be part of the run's log
     return transformers.AutoModelForCausalLM
 
 
-def _layers(module: Any, wrap_policy: Sequence[str] | None) -> list[nn.Module]:
+def _layers(module: PreTrainedModel, wrap_policy: Sequence[str] | None) -> list[nn.Module]:
     """Return the modules whose weights are gathered together, in the order of the model."""
     names = set(wrap_policy if wrap_policy is not None else module._no_split_modules or ())
     found = [part for part in module.modules() if type(part).__name__ in names]

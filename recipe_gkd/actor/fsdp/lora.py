@@ -9,7 +9,7 @@ import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -20,11 +20,14 @@ from recipe_gkd.config.keys import LORA
 from recipe_gkd.config.schema import LoraConfig
 from recipe_gkd.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 ADAPTER = "default"
 """Name of the only adapter of a layer, as in peft."""
 
 
-def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
+def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Add adapters to a model, and freeze all its other parameters.
 
     Args:
@@ -51,7 +54,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         peft.inject_adapter_in_model(options, model, adapter_name=ADAPTER)
 
 
-def target_layers(model: Any, names: Sequence[str] | None) -> list[str]:
+def target_layers(model: PreTrainedModel, names: Sequence[str] | None) -> list[str]:
     """Return the complete names of the layers that get an adapter.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from recipe_gkd.actor.fsdp.loading import model_name, resharded
 from recipe_gkd.errors import ModelError
 from recipe_gkd.losses.float32_head import float32_logits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -32,7 +35,9 @@ class OutputRows:
 
 
 @contextmanager
-def select_rows(model: Any, rows_T: Tensor, *, skip: bool = False, float32_head: bool = False) -> Iterator[OutputRows]:
+def select_rows(
+    model: PreTrainedModel, rows_T: Tensor, *, skip: bool = False, float32_head: bool = False
+) -> Iterator[OutputRows]:
     """Make the output layer compute only the given rows, inside of this context. The model then returns [1, T, V].
 
     The logits of the other rows would be the largest tensors of a step, and they are not used.
@@ -68,7 +73,7 @@ def select_rows(model: Any, rows_T: Tensor, *, skip: bool = False, float32_head:
         hook.remove()
 
 
-def ensure_output_layer_is_last(model: Any, device: torch.device) -> None:
+def ensure_output_layer_is_last(model: PreTrainedModel, device: torch.device) -> None:
     """Check that the logits are a product of hidden states and the weights of the output layer. Collective.
 
     Args:

@@ -9,7 +9,7 @@ length of a block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -221,7 +221,12 @@ def _attend_rows(options: _Scores, first: int, query: Tensor, key: Tensor, value
     return weights.to(value.dtype) @ value
 
 
-def _record_mask(*, mask_function: Any, device: torch.device | str = "cpu", **_: Any) -> None:
+def _record_mask(
+    *,
+    mask_function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    device: torch.device | str = "cpu",
+    **_: object,
+) -> None:
     """Record the window of a mask that the model requests for a single sequence, and return no mask."""
     use = _current[-1].use if _current else None
     if use is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from recipe_gkd.actor.fsdp.packed_attention import (
 from recipe_gkd.actor.fsdp.packing import RowStyle, packed_arguments, padded_arguments
 from recipe_gkd.actor.packed_row import PackedRow
 from recipe_gkd.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _Result = TypeVar("_Result")
 _LENGTH = 6
@@ -76,14 +79,14 @@ class _Probe:
         use: Requirements of the attention layers, recorded by :func:`_check_packed`.
     """
 
-    model: Any
+    model: PreTrainedModel
     ids_RS: Tensor
     alone: list[Tensor]
     tolerances: _Tolerances
     use: AttentionUse = field(default_factory=AttentionUse)
 
 
-def choose_style(model: Any, *, device: torch.device, dtype: torch.dtype) -> StyleChoice:
+def choose_style(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> StyleChoice:
     """Return the fastest form in which a model computes each sequence as if it were alone. Collective.
 
     The attention implementation of the model is set accordingly. The check takes up to seven forward passes of short
@@ -134,7 +137,7 @@ def choose_style(model: Any, *, device: torch.device, dtype: torch.dtype) -> Sty
     )
 
 
-def _probe(model: Any, device: torch.device, dtype: torch.dtype, implementation: str) -> _Probe:
+def _probe(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, implementation: str) -> _Probe:
     """Draw three sequences, and compute the first two alone."""
     generator = torch.Generator().manual_seed(0)  # the same on all ranks
     vocab_size = model.config.get_text_config().vocab_size
@@ -213,7 +216,7 @@ def _packed(probe: _Probe, order: list[int], kernel: AttentionKernel, *, record:
         return _logits(probe.model, packed_arguments(probe.ids_RS[order].reshape(1, -1), position_ids_N[None]))[0]
 
 
-def _logits(model: Any, arguments: dict[str, Any]) -> Tensor:
+def _logits(model: PreTrainedModel, arguments: dict[str, Any]) -> Tensor:
     output: Tensor = model(**arguments).logits
     return output.float()
 
@@ -241,7 +244,7 @@ def _on_all_ranks(device: torch.device, check: Callable[[], _Result]) -> tuple[_
     return (None, reason or "another rank has another result") if failed else (result, "")
 
 
-def _is_switchable(model: Any) -> bool:
+def _is_switchable(model: PreTrainedModel) -> bool:
     """Return True if the attention implementation of a loaded model can be set.
 
     transformers inspects the module of the class, which must not be the class that ``fully_shard`` derives from it.
@@ -249,12 +252,12 @@ def _is_switchable(model: Any) -> bool:
     return bool(model_class(model)._can_set_attn_implementation())
 
 
-def _set_attention(model: Any, name: str) -> None:
+def _set_attention(model: PreTrainedModel, name: str) -> None:
     if name != model.config._attn_implementation:
         model.set_attn_implementation(name)
 
 
-def _rope_warnings(model: Any) -> list[str]:
+def _rope_warnings(model: PreTrainedModel) -> list[str]:
     """Return a warning if the rotary frequencies of a sequence depend on the longest one of its micro-batch."""
     config = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}

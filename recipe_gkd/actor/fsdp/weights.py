@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,13 @@ from recipe_gkd.errors import ModelError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from teacher.weight_files import open_weights, weight_files
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _MAX_SHOWN_NAMES = 3
 
 
-def names_in_folder(model: Any, folder: Path) -> dict[str, str]:
+def names_in_folder(model: PreTrainedModel, folder: Path) -> dict[str, str]:
     """Return the exported name of each tensor by its name in the model, each tied tensor once.
 
     All parameters are exported, and the buffers that the folder has.
@@ -57,7 +60,7 @@ def names_in_folder(model: Any, folder: Path) -> dict[str, str]:
     return exported
 
 
-def _stored_names(model: Any, state: dict[str, Tensor], folder: Path) -> dict[str, str]:
+def _stored_names(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> dict[str, str]:
     """Return the name in the folder by the name in the model, as in ``convert_and_load_state_dict_in_model``."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key

@@ -77,14 +77,11 @@ class MegatronBackend:
         """Return the context in which Megatron requests no CUDA device on a CPU."""
         return patches.on_host()
 
-    def zero_grad(self) -> None:
-        """Set the gradient to zero."""
+    def accumulate(self, plan: MicroBatchPlan, loss: LossFunction) -> list[dict[str, Any]]:
+        """Compute the gradient of the objective; see :class:`~recipe_gkd.actor.backend.Backend`."""
         for chunk in self.model.wrapped:
             chunk.zero_grad_buffer()
         self.model.optimizer.zero_grad()
-
-    def accumulate(self, plan: MicroBatchPlan, loss: LossFunction) -> list[dict[str, Any]]:
-        """Add the gradient of the objective; see :class:`~recipe_gkd.actor.backend.Backend`."""
         return run_micro_batches(self.model, plan, loss, gkd=self._gkd, timeout_s=self._actor.timeout_s)
 
     def evaluate(self, plan: MicroBatchPlan, loss: LossFunction) -> list[dict[str, Any]]:

@@ -15,8 +15,9 @@ import torch
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from recipe_gkd.actor.megatron.checkpoint_state import OPTIMIZER_SHARDING, describe, rng_state, sharded_state
@@ -70,12 +71,14 @@ class _Planner(TorchDistSaveShardedStrategy):
     (dist_checkpointing/strategies/filesystem_async.py ``count_queue.join()``, async_utils.py ``execute_sync``).
     """
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple[object, Metadata]
+    ) -> tuple[FileSystemWriterAsync, Metadata]:
         """Return the writer with its plan, and the metadata (on rank 0), as the result of ``async_save``."""
         return writer, save_state_dict_ret[1]
 
 
-def write_shard(transforms: list[Any], bucket: Any) -> list[WriteResult]:
+def write_shard(transforms: list[Any], bucket: WriteBucket) -> list[WriteResult]:
     """Write one file of tensors and synchronize it to the disk. Called in a writer process.
 
     Args:
@@ -102,7 +105,9 @@ def _write_common(content: bytes, path: Path) -> list[WriteResult]:
     return []
 
 
-def _write_metadata(writer: FileSystemWriterAsync, metadata: Any, results: Any, path: Path) -> None:
+def _write_metadata(
+    writer: FileSystemWriterAsync, metadata: Metadata, results: list[Sequence[WriteResult]], path: Path
+) -> None:
     """Complete a checkpoint. ``metadata.json`` is written last, after all other files are on the disk."""
     writer.finish(metadata, results)
     sync_folder(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -125,7 +124,7 @@ def reduced_after(
     config = wrapped[0].config
     no_sync, finalize = config.no_sync_func, config.finalize_model_grads_func
 
-    def reduce(*args: Any, **kwargs: Any) -> None:
+    def reduce(*args: object, **kwargs: object) -> None:
         before_reduction()
         for chunk in wrapped:
             if chunk.ddp_config.overlap_grad_reduce:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recipe_gkd.losses.autograd_context import SavedTensors
 from recipe_gkd.losses.kernel_backend import runs_triton
 
 BLOCK_COLUMNS = 2048
@@ -25,7 +26,7 @@ BLOCK_COLUMNS = 2048
 class GatedSilu(torch.nn.Module):
     """Module in the place of Transformer Engine's activation; see ``use_te_activation_func`` in Megatron's MLP."""
 
-    def __init__(self, config: Any = None) -> None:
+    def __init__(self, config: object = None) -> None:
         super().__init__()
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
@@ -40,14 +41,14 @@ class GatedSilu(torch.nn.Module):
         activated: Tensor = (_TritonGatedSilu if uses_triton else _GatedSilu).apply(gate_and_up)
         return activated
 
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
         """Return an empty state: the module has no parameters."""
         return {}
 
 
 class _GatedSilu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+    def forward(ctx: SavedTensors, gate_and_up: Tensor) -> Tensor:
         gate, up = gate_and_up.chunk(2, dim=-1)
         activated = F.silu(gate)
         ctx.save_for_backward(gate_and_up, activated)
@@ -55,7 +56,7 @@ class _GatedSilu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: SavedTensors, gradient: Tensor) -> Tensor:
         gate_and_up, activated = ctx.saved_tensors
         gate, up = gate_and_up.chunk(2, dim=-1)
         grad_activated = gradient * up
@@ -66,7 +67,7 @@ class _GatedSilu(torch.autograd.Function):
 
 class _TritonGatedSilu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+    def forward(ctx: SavedTensors, gate_and_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_and_up)
         *shape, width = gate_and_up.shape
         out = gate_and_up.new_empty(*shape, width // 2)
@@ -75,7 +76,7 @@ class _TritonGatedSilu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: SavedTensors, gradient: Tensor) -> Tensor:
         (gate_and_up,) = ctx.saved_tensors
         gradient = gradient.contiguous()
         _launch("write_gated_silu_gradient", gate_and_up, gradient, like=gradient)

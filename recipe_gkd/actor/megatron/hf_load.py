@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -17,6 +17,9 @@ from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.ranks import Layout
 from recipe_gkd.errors import ModelError
 from teacher.weight_files import INDEX_NAME, WeightFileError, open_weights, read_index
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 LocalWeight = tuple[Weight, Tensor | None]
 """A weight of the model and this rank's parameter for it; None if only other ranks have the weight."""
@@ -101,7 +104,7 @@ class _FolderReader:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, safe_open] = {}
         single = folder / "model.safetensors"
         try:
             file_of = read_index(folder)
@@ -135,7 +138,7 @@ class _FolderReader:
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         return self._handle(self._file_of[name]).get_slice(name)[index or ...]
 
-    def _handle(self, file: str) -> Any:
+    def _handle(self, file: str) -> safe_open:
         if file not in self._open:
             try:
                 self._open[file] = self._stack.enter_context(open_weights(self._folder / file, framework="pt"))

@@ -6,8 +6,6 @@ attention allocates an S x S score matrix and does not support packed sequences.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -88,7 +86,7 @@ def ensure_megatron_supports_te() -> None:
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm with Megatron's constructor, in ``params_dtype``, that supports sequence parallelism."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by finalize_model_grads
 

@@ -64,12 +64,12 @@ def select_logit_rows(
             hidden_N1D = gather_from_sequence_parallel_region(hidden_N1D, tensor_parallel_output_grad=False)
         return hidden_N1D[rows_T], *others
 
-    def compute_float32(hidden_T1D: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+    def compute_float32(hidden_T1D: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
         # As in ColumnParallelLinear, the gradient of the input is summed over the tensor-parallel ranks.
         hidden_TD = copy_to_tensor_model_parallel_region(hidden_T1D.squeeze(1))
         return float32_logits(hidden_TD, layer.weight if weight is None else weight).unsqueeze(1), None
 
-    def skip(hidden_T1D: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+    def skip(hidden_T1D: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
         result.weight_WD = layer.weight if weight is None else weight
         return hidden_T1D, None
 

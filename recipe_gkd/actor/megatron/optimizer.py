@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -67,8 +66,9 @@ class _Bfloat16(Float16Module):
     The loss converts them to float32 in chunks. A complete float32 copy would be the peak of the memory use.
     """
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return super().forward(*inputs, fp32_output=False, **kwargs)
+    def forward(self, *inputs: object, **kwargs: object) -> torch.Tensor:
+        output: torch.Tensor = super().forward(*inputs, fp32_output=False, **kwargs)
+        return output
 
 
 def set_hyperparameters(optimizer: MegatronOptimizer, lr: float, optim: OptimConfig) -> None:

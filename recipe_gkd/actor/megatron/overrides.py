@@ -56,7 +56,7 @@ def checked_overrides(
     return dict(overrides)
 
 
-def _type_problem(hint: Any, value: Any) -> str:
+def _type_problem(hint: Any, value: object) -> str:
     """Return what a value of a YAML file should be instead, empty if it fits. Megatron does not convert values."""
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))

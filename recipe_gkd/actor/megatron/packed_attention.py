@@ -6,7 +6,7 @@ Shape suffixes: N tokens of a packed row, H query heads, G key/value heads, D he
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -17,6 +17,9 @@ from torch import Tensor
 from recipe_gkd.actor.attention_kernels import AttentionKernel, choose_attention
 from recipe_gkd.actor.head_exchange import gather_rows, scatter_rows
 from recipe_gkd.actor.packed_row import PackedRow, attend
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass
@@ -59,7 +62,12 @@ class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a packed row, with grouped queries, without dropout."""
 
     def __init__(
-        self, config: TransformerConfig, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
+        self,
+        config: TransformerConfig,
+        *,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: object,
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
@@ -74,7 +82,7 @@ class PackedAttention(MegatronModule):
         attention_mask: None,
         *,
         packed_seq_params: PackedSequences,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         """Return the attention output of this rank's rows, [N, H * D].
 
@@ -93,6 +101,6 @@ class PackedAttention(MegatronModule):
         output = attend(self._kernel, query, key, value, row, self.scale)
         return scatter_rows(output, row.row_order, self._cp_group).flatten(1)
 
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
         """Return an empty state: the module has no parameters."""
         return {}

@@ -33,7 +33,7 @@ import contextlib
 import functools
 import queue
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,12 @@ from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 from recipe_gkd.actor.megatron.rotary import is_gathered, rotate
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    from recipe_gkd.actor.megatron.optimizer_shards import ParamState
 
 HOST = torch.device("cpu")
 _CUDA, _TYPE = torch.Tensor.cuda, torch.Tensor.type
@@ -84,7 +90,7 @@ def _patch_adam_steps() -> None:
         return
 
     @torch.no_grad()
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
         original(self, state_dict)
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
@@ -109,7 +115,12 @@ def _patch_optimizer_shards() -> None:
         return
 
     @functools.wraps(original)
-    def sharded(self: Any, model_state: Any, is_loading: bool = False, metadata: Any = None) -> Any:
+    def sharded(
+        self: DistributedOptimizer,
+        model_state: dict[str, Any],
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> ParamState:
         return sharded_param_state(self, model_state)
 
     DistributedOptimizer.sharded_param_state_fully_reshardable = _patched(sharded)
@@ -147,7 +158,7 @@ def _patch_rotary_embedding() -> None:
     if hasattr(original, _IS_PATCHED):
         return
 
-    def apply_rotary(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def apply_rotary(t: torch.Tensor, freqs: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return rotate(t, freqs) if is_gathered(freqs) else original(t, freqs, *args, **kwargs)
 
     attention.apply_rotary_pos_emb = _patched(apply_rotary)
@@ -165,7 +176,11 @@ class _OnHost(TorchFunctionMode):
     """Replacement of CUDA devices in torch calls, with the mechanism of ``torch.set_default_device``."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Every operation of a step calls this function, so the common case has few instructions.
         if func is _CUDA:
@@ -209,7 +224,9 @@ def _patch_moe_dispatcher() -> None:
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _convert_splits
 
 
-def _convert_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+def _convert_splits(
+    self: MoEAlltoAllTokenDispatcher, point: str, tokens_per_expert: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """Convert the splits for ``all_to_all_single`` to arrays; moe_utils.py ``maybe_move_tensor_to_cpu`` needs a GPU."""
     if point == self.cuda_dtoh_point and not self.drop_and_pad:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
@@ -230,7 +247,10 @@ def _patch_uneven_collectives() -> None:
         return
 
     def gather_parts(
-        part: torch.Tensor, group: ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+        part: torch.Tensor,
+        group: ProcessGroup,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(part, group, output_split_sizes, use_global_buffer)
@@ -240,7 +260,10 @@ def _patch_uneven_collectives() -> None:
         return whole
 
     def reduce_parts(
-        whole: torch.Tensor, group: ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
+        whole: torch.Tensor,
+        group: ProcessGroup,
+        input_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recipe_gkd.losses.autograd_context import SavedTensors
 from recipe_gkd.losses.kernel_backend import runs_triton
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
         packed: PackedSequences = args[-1]
         return packed
 
-    def forward(self, packed: PackedSequences, **_: Any) -> Tensor:
+    def forward(self, packed: PackedSequences, **_: object) -> Tensor:
         """Return cosine and sine of each row's angles, [N, 1, 2, D]."""
         assert packed.row is not None
         return self._table(packed.row.max_length).index_select(0, packed.row.position_ids_N).unsqueeze(1)
@@ -84,13 +85,13 @@ def rotate(heads_NHD: Tensor, table_N12D: Tensor) -> Tensor:
 
 class _TritonRotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads_NHD: Tensor, table_N12D: Tensor) -> Tensor:
+    def forward(ctx: SavedTensors, heads_NHD: Tensor, table_N12D: Tensor) -> Tensor:
         ctx.save_for_backward(table_N12D)
         return _launch(heads_NHD, table_N12D, sign=1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NHD: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: SavedTensors, gradient_NHD: Tensor) -> tuple[Tensor, None]:
         return _launch(gradient_NHD, ctx.saved_tensors[0], sign=-1), None  # the inverse of a rotation is its transpose
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_p
 from recipe_gkd.data.values import Unreadable
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DESCRIPTION = """Show a data set as a training run would read it. Neither Ray nor a teacher is needed.
 
@@ -90,7 +93,9 @@ def describe_columns(data_set: DataSet) -> Iterator[str]:
         yield f"  {name} ({kind}, {n_null} null): {shown}"
 
 
-def describe_prompts(data_set: DataSet, config: DataConfig, tokenizer: Any, shown_row: int) -> Iterator[str]:
+def describe_prompts(
+    data_set: DataSet, config: DataConfig, tokenizer: PreTrainedTokenizerBase, shown_row: int
+) -> Iterator[str]:
     """Yield lengths of the prompts and reference responses, the number of overlong prompts, and one prompt.
 
     Args:
@@ -141,7 +146,7 @@ class _Measured:
     problem: DataError | None = None
 
 
-def _measure(row: Row, tokenizer: Any, template: ChatTemplate) -> _Measured:
+def _measure(row: Row, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> _Measured:
     with row.locate_errors():
         n_prompt = len(tokenize_prompt(row.prompt, tokenizer, row.where, template=template, tools=row.tools))
     prompt = _Measured(n_prompt, isinstance(row.prompt, str), row.tools is not None)
@@ -153,7 +158,7 @@ def _measure(row: Row, tokenizer: Any, template: ChatTemplate) -> _Measured:
     return replace(prompt, n_response=len(tokenizer(row.response, add_special_tokens=False)["input_ids"]))
 
 
-def _shown_prompt(row: Row, tokenizer: Any, template: ChatTemplate) -> Iterator[str]:
+def _shown_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> Iterator[str]:
     text = render_prompt(row.prompt, tokenizer, row.where, template=template, tools=row.tools)
     ids = tokenize_prompt(row.prompt, tokenizer, row.where, template=template, tools=row.tools)
     yield f"prompt of row {row.index}, {len(ids)} tokens:"

@@ -230,7 +230,7 @@ def _read_columns(files: Sequence[str], prompt_column: str, needed: Sequence[str
     return data_set
 
 
-def _text(value: Any) -> Any:
+def _text(value: object) -> object:
     """Return a number as text, and other values as they are."""
     return str(value) if isinstance(value, int | float) else value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet, read_data_set
 from recipe_gkd.rewards import RewardItems
 from recipe_gkd.rewards.items import TruthUse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_ROWS = 256
 _MANY = 0.5
@@ -44,7 +47,7 @@ def read_data_sets(config: Config) -> tuple[dict[str, DataSet], list[Finding]]:
 
 
 def data_findings(
-    config: Config, key: str, data_set: DataSet, tokenizer: Any, *, truth_use: TruthUse
+    config: Config, key: str, data_set: DataSet, tokenizer: PreTrainedTokenizerBase, *, truth_use: TruthUse
 ) -> Iterator[Finding]:
     """Check the columns that the run needs, and tokenize evenly spaced rows.
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from recipe_gkd.data.rows import DataSet
 from recipe_gkd.data.samples import Response
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHECK, CALL = "reward function", "reward call"
 _RESPONSE_TOKENS = 16
@@ -50,7 +53,7 @@ def reward_findings(config: Config) -> tuple[TruthUse, list[Finding]]:
 
 
 def reward_call_findings(
-    config: Config, data_sets: Mapping[str, DataSet], tokenizer: Any, truth_use: TruthUse
+    config: Config, data_sets: Mapping[str, DataSet], tokenizer: PreTrainedTokenizerBase, truth_use: TruthUse
 ) -> Iterator[Finding]:
     """Call the reward functions once, on the first row that they would score, and report what they return.
 
@@ -65,7 +68,9 @@ def reward_call_findings(
         yield from findings_of(CALL, partial(_call, config, data_sets[key], tokenizer, truth_use))
 
 
-def _call(config: Config, data_set: DataSet, tokenizer: Any, truth_use: TruthUse) -> Iterator[Finding]:
+def _call(
+    config: Config, data_set: DataSet, tokenizer: PreTrainedTokenizerBase, truth_use: TruthUse
+) -> Iterator[Finding]:
     relaxed = replace(config.data, filter_overlong_prompts=True)
     data = PromptData(data_set[:MAX_ROWS], relaxed, tokenizer)
     prompt = data.prompt(0, 0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -24,6 +24,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.compose import compose_config
 from recipe_gkd.config.conditions import has_reward
 from recipe_gkd.config.load import to_config
+from recipe_gkd.data.messages import Message
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Response, Reward
@@ -43,6 +44,9 @@ from recipe_gkd.rollout.offline_engine import (
 )
 from recipe_gkd.validation import read_sources
 from teacher.fingerprint import count_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 NAME = "the evaluation data"
@@ -151,7 +155,7 @@ def evaluate(
     sources = dict(zip(data.rows, read_sources(data_set, data.rows), strict=True))
     items = [factory.build_item(prompt, response) for prompt, response in pairs] if factory is not None else []
     skips = config.custom_reward_function.skip_special_tokens
-    texts = [tokenizer.decode(response.ids.tolist(), skip_special_tokens=skips) for response in responses]
+    texts = [str(tokenizer.decode(response.ids.tolist(), skip_special_tokens=skips)) for response in responses]
     prompts = [(sources[prompt.row], prompt.row, data_set[prompt.row].prompt) for prompt, _ in pairs]
     records: list[Record] = [
         _record(str(folder), *prompts[index], texts[index], items[index].ground_truth if items else None, response)
@@ -170,7 +174,9 @@ def evaluate(
     )
 
 
-def _record(model: str, source: str, row: int, prompt: Any, text: str, truth: Any, response: Response) -> Record:
+def _record(
+    model: str, source: str, row: int, prompt: str | list[Message], text: str, truth: object, response: Response
+) -> Record:
     return {
         "model": model,
         "data_source": source,
@@ -206,7 +212,9 @@ def score_and_save(
     return rewards
 
 
-def _item_factory(data: PromptData, config: Config, tokenizer: Any, scorer: RewardScorer | None) -> RewardItems | None:
+def _item_factory(
+    data: PromptData, config: Config, tokenizer: PreTrainedTokenizerBase, scorer: RewardScorer | None
+) -> RewardItems | None:
     """Return the source of the reward function's arguments; None without a function."""
     if scorer is None:
         return None
@@ -228,7 +236,7 @@ def _response(generated: Generated, uid: int) -> Response:
     )
 
 
-def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)

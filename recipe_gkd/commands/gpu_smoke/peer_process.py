@@ -24,7 +24,7 @@ class Peer:
     def __init__(self, connection: Connection, timeout_s: float) -> None:
         self._connection, self._timeout_s = connection, timeout_s
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Send a message."""
         self._connection.send(message)
 
@@ -43,7 +43,7 @@ class Peer:
 
 
 @contextmanager
-def running_peer(main: Callable[..., None], *arguments: Any, timeout_s: float) -> Iterator[Peer]:
+def running_peer(main: Callable[..., None], *arguments: object, timeout_s: float) -> Iterator[Peer]:
     """Run ``main(connection, *arguments)`` in a spawned process, and kill it at the end.
 
     Args:

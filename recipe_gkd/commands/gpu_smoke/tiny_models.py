@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Qwen2ForCausalLM
 
 VOCABULARY = 512
 TOP_K = 8
@@ -62,7 +66,7 @@ def write_model(folder: Path, *, seed: int, with_tokenizer: bool = False) -> Pat
     return folder
 
 
-def read_model(folder: Path, dtype: Any) -> Any:
+def read_model(folder: Path, dtype: torch.dtype) -> Qwen2ForCausalLM:
     """Return a model of :func:`write_model` on the CPU, for a reference."""
     from transformers import Qwen2ForCausalLM
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
 from recipe_gkd.actor.student_dims import read_student_dims
@@ -14,6 +14,11 @@ from recipe_gkd.config.schema import Config
 from recipe_gkd.config.validate import validate
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.rollout.limits import check_engine_fits
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+D = TypeVar("D", bound="DataclassInstance")
 
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _LEAST_UTILIZATION = 0.2
@@ -75,7 +80,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
-def _replaced(section: Any, path: list[str], value: Any) -> Any:
+def _replaced(section: D, path: list[str], value: object) -> D:
     name, *rest = path
     return replace(section, **{name: _replaced(getattr(section, name), rest, value) if rest else value})
 
@@ -151,7 +156,7 @@ def _overrides(values: Mapping[str, Any]) -> list[str]:
     return [argument for key, value in values.items() for argument in _arguments(key, value)]
 
 
-def _arguments(key: str, value: Any) -> list[str]:
+def _arguments(key: str, value: object) -> list[str]:
     if isinstance(value, dict):
         return [argument for name, entry in value.items() for argument in _arguments(f"{key}.{name}", entry)]
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from html import escape
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ def text(value: object) -> str:
     return escape(str(value), quote=True)
 
 
-def data_script(data: Any) -> str:
+def data_script(data: object) -> str:
     """Return an element with JSON for the page's script. Nothing in it can end the element."""
     content = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
     return f'<script type="application/json">{content}</script>'

@@ -85,9 +85,9 @@ class Run:
         """Number of the last step with metrics."""
         return max((int(series.steps[-1]) for series in self.series.values()), default=0)
 
-    def setting(self, key: str) -> Any:
+    def setting(self, key: str) -> object:
         """Return the value of a dotted key of the configuration, None if it has none."""
-        value: Any = self.config
+        value: object = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
@@ -245,7 +245,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     return _with_references(config, resolved) if isinstance(resolved, dict) else config
 
 
-def _with_references(raw: Any, resolved: Any) -> Any:
+def _with_references(raw: object, resolved: Any) -> Any:
     """Return the resolved configuration, but references to environment variables of the run as they were written."""
     if isinstance(raw, dict):
         return {key: _with_references(value, resolved[key]) for key, value in raw.items()}

@@ -7,6 +7,7 @@ from typing import Any
 from recipe_gkd.commands.report.markup import text
 from recipe_gkd.commands.report.run_files import Run, read_responses
 from recipe_gkd.commands.report.series import number
+from recipe_gkd.data.values import is_list_of_objects
 
 N_PROMPTS = 6
 MAX_CHARS = 3000
@@ -65,13 +66,13 @@ def _card(key: tuple[str, Any], records: list[tuple[int, dict[str, Any]]]) -> st
     )
 
 
-def _prompt(prompt: Any) -> str:
-    if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
+def _prompt(prompt: object) -> str:
+    if is_list_of_objects(prompt):
         return "".join(_prompt_part(message.get("role", "prompt"), message.get("content")) for message in prompt)
     return _prompt_part("prompt", prompt)
 
 
-def _prompt_part(title: Any, content: Any) -> str:
+def _prompt_part(title: object, content: object) -> str:
     return f'<div class="prompt"><h4>{text(title)}</h4><pre>{_cut(content)}</pre></div>'
 
 
@@ -84,7 +85,7 @@ def _response(step: int, record: dict[str, Any]) -> str:
     )
 
 
-def _cut(value: Any) -> str:
+def _cut(value: object) -> str:
     content = "" if value is None else str(value)
     return text(content if len(content) <= MAX_CHARS else content[:MAX_CHARS] + " ...")
 

@@ -59,7 +59,7 @@ def changed_keys(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def hide_secrets(value: Any, key: str = "") -> Any:
+def hide_secrets(value: object, key: str = "") -> Any:
     """Return a configuration without environment variables and values of keys that look like secrets."""
     if isinstance(value, dict):
         is_environment = key == ENV_VARS
@@ -83,7 +83,7 @@ def _flat(config: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if value is _ABSENT:
         return ""
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

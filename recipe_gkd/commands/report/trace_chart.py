@@ -38,7 +38,7 @@ class Span:
     end: float
 
 
-def find_trace(run: Path, setting: Any) -> Path | None:
+def find_trace(run: Path, setting: object) -> Path | None:
     """Return the trace file of a run: that of its configuration, or ``trace.json`` in its folder. None if absent."""
     candidates = [Path(str(setting)).expanduser()] if setting else []
     return next((path for path in [*candidates, run / "trace.json"] if path.is_file()), None)

@@ -91,9 +91,9 @@ def count_all_reduces(rank: int, world_size: int, port: int, config: Config, bat
     with started(rank, world_size, port, config) as actor:
         run = actor.backend.accumulate
 
-        def counted(*args: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
             with mock.patch.object(_fsdp_collectives.dist, "all_reduce", count):
-                return run(*args)
+                return run(*args, **options)
 
         with mock.patch.object(actor.backend, "accumulate", counted):
             metrics = update(actor, batch)

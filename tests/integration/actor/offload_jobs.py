@@ -115,8 +115,8 @@ def _error(actor: Any, batch: list[Sample], step: int) -> WorkerError:
 def _not_finite(loss: Any) -> Any:
     def compute(student: Any, batch: Any) -> Any:
         losses = loss(student, batch)
-        infinite = losses.sums["loss"] + torch.inf
-        return replace(losses, loss_T=losses.loss_T * torch.nan, sums=losses.sums | {"loss": infinite})
+        infinite = losses.sums["actor/loss"] + torch.inf
+        return replace(losses, loss_T=losses.loss_T * torch.nan, sums=losses.sums | {"actor/loss": infinite})
 
     return compute
 

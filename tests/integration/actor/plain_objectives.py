@@ -71,9 +71,7 @@ def distillation(gkd: GkdConfig, sample: Sample, logits_TV: Tensor, log_q_T: Ten
         kind=gkd.distill_loss_type,
         tail=gkd.tail,
         temperature=gkd.distill_temperature,
-        beta=gkd.beta,
-        rkl_ratio=gkd.rkl_ratio,
-        skew_alpha=gkd.skew_alpha,
+        parameters={"beta": gkd.beta, "rkl_ratio": gkd.rkl_ratio, "skew_alpha": gkd.skew_alpha},
     )
     return divergence_of(sample, logits_TV, divergence)
 

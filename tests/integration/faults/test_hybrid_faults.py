@@ -66,7 +66,7 @@ def test_killed_engines_are_replaced_and_no_prompt_is_lost(start_trainer: Traine
         async with start_trainer(*HYBRID, "trainer.max_worker_restarts=3", "trainer.total_epochs=1") as trainer:
             losses: list[float] = []
             points = iter(("sleep", "wake", "log_probs"))
-            update = trainer.update
+            update = trainer.cluster.update
 
             async def update_and_inject(batch):  # type: ignore[no-untyped-def]
                 losses.append((metrics := await update(batch))["actor/loss"])
@@ -75,7 +75,7 @@ def test_killed_engines_are_replaced_and_no_prompt_is_lost(start_trainer: Traine
                     killed.append(await inject(trainer.cluster.rollouts, 0, point, signal.SIGKILL, call=1))
                 return metrics
 
-            trainer.update = update_and_inject  # type: ignore[method-assign]
+            trainer.cluster.update = update_and_inject  # type: ignore[method-assign]
             await trainer.fit()
             return losses
 

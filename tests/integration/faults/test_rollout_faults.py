@@ -57,7 +57,7 @@ def test_stopped_and_killed_workers_are_replaced_without_losing_prompts(
                     rank, point, number = faults[batch.step]
                     signaled.append(await inject(trainer.cluster.rollouts, rank, point, number))
                 async with pipeline.actor_update(batch):
-                    await trainer.update(batch)
+                    await trainer.cluster.update(batch)
                 trained.extend(sample.prompt.uid for sample in batch.samples)
                 staleness.extend(batch.staleness)
 
@@ -104,7 +104,7 @@ def test_worker_with_a_killed_tensor_rank_is_replaced_without_losing_prompts(
                 if batch.step in (2, 5):
                     await kill_tensor_rank(trainer, batch.step % 2)
                 async with pipeline.actor_update(batch):
-                    await trainer.update(batch)
+                    await trainer.cluster.update(batch)
                 trained.extend(sample.prompt.uid for sample in batch.samples)
 
     asyncio.run(train())

@@ -202,9 +202,10 @@ def compute_losses(config: Config, name: str) -> None:
     logits = student.requires_grad_()
     for kind in ("jsd", "kl_rkl", "skewed_forward_kl", "skewed_reverse_kl"):
         divergence = Divergence(
-            kind=kind, temperature=gkd.distill_temperature,  # type: ignore[arg-type]
-            beta=gkd.beta, rkl_ratio=gkd.rkl_ratio, skew_alpha=gkd.skew_alpha,
-        )  # fmt: skip
+            kind=kind,
+            temperature=gkd.distill_temperature,
+            parameters={"beta": gkd.beta, "rkl_ratio": gkd.rkl_ratio, "skew_alpha": gkd.skew_alpha},
+        )
         loss, _ = topk_divergence(logits, logps, ids, divergence, vocab_size=8, chunk_tokens=gkd.chunk_tokens)
         parts.append(gkd.distill_loss_coef * loss)
     logp = log_softmax(logits, 1)[:, 0]

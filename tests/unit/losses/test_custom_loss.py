@@ -145,7 +145,7 @@ class TestInputs:
         student = Logits(logits_TW=logits_TW.clone(), tp_group=None, chunk_tokens=None)
         losses = Objective(gkd=gkd, vocab_size=VOCAB, tp_group=None)(student, batch)
         losses.loss_T.sum().backward()
-        assert losses.sums["custom/custom_kl"].item() == 0 and logits_TW.grad is not None
+        assert losses.sums["actor/custom_kl"].item() == 0 and logits_TW.grad is not None
 
 
 class TestChecks:

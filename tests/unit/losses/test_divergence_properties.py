@@ -102,9 +102,9 @@ class TestValues:
                     case "tvd":
                         bound = 1.0
                     case "skewed_forward_kl" | "skewed_reverse_kl":
-                        bound = -math.log(divergence.skew_alpha)
+                        bound = -math.log(divergence.parameters["skew_alpha"])
                     case "jsd":
-                        b = divergence.beta
+                        b = divergence.parameters["beta"]
                         bound = -b * math.log(b) - (1 - b) * math.log(1 - b)
                     case _:
                         continue
@@ -126,7 +126,10 @@ class TestLimits:
     def test_jsd_tends_to_both_directions_of_kl(self) -> None:
         student, log_p = random_pair()
         for beta, scale, kind in ((1e-7, 1e-7, "forward_kl"), (1 - 1e-7, 1e-7, "reverse_kl")):
-            near = [part / scale for part in value_and_gradient(student, log_p, Divergence(kind="jsd", beta=beta))]
+            near = [
+                part / scale
+                for part in value_and_gradient(student, log_p, Divergence(kind="jsd", parameters={"beta": beta}))
+            ]
             limit = value_and_gradient(student, log_p, Divergence(kind=kind))
             torch.testing.assert_close(tuple(near), limit, rtol=1e-3, atol=1e-4)
 
@@ -136,10 +139,10 @@ class TestLimits:
             value_and_gradient(student, log_p, Divergence(kind=kind)) for kind in ("forward_kl", "reverse_kl")
         )
         for near, limit in (
-            (Divergence(kind="skewed_forward_kl", skew_alpha=1e-8), forward),
-            (Divergence(kind="skewed_reverse_kl", skew_alpha=1e-8), reverse),
-            (Divergence(kind="kl_rkl", rkl_ratio=0), forward),
-            (Divergence(kind="kl_rkl", rkl_ratio=1), reverse),
+            (Divergence(kind="skewed_forward_kl", parameters={"skew_alpha": 1e-8}), forward),
+            (Divergence(kind="skewed_reverse_kl", parameters={"skew_alpha": 1e-8}), reverse),
+            (Divergence(kind="kl_rkl", parameters={"rkl_ratio": 0}), forward),
+            (Divergence(kind="kl_rkl", parameters={"rkl_ratio": 1}), reverse),
         ):
             torch.testing.assert_close(value_and_gradient(student, log_p, near), limit, rtol=1e-4, atol=1e-4)
 

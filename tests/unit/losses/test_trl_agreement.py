@@ -69,7 +69,7 @@ REFERENCES = [formula, installed_trl] if importlib.util.find_spec("trl") else [f
 
 
 def ours(student_TV: Tensor, teacher_TV: Tensor, beta: float, temperature: float) -> Tensor:
-    divergence = Divergence(kind="jsd", beta=beta, temperature=temperature)
+    divergence = Divergence(kind="jsd", temperature=temperature, parameters={"beta": beta})
     if beta in (0, 1):
         divergence = replace(divergence, kind="reverse_kl" if beta else "forward_kl")
     size = student_TV.size(1)
