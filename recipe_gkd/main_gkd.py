@@ -33,12 +33,11 @@ from recipe_gkd.cluster import Cluster
 from recipe_gkd.cluster_start import start_cluster
 from recipe_gkd.commands.arguments import config_parser
 from recipe_gkd.config import Config
+from recipe_gkd.config.conditions import failure_mode, needs_rewards, saves_checkpoints, trains_on_rewards
 from recipe_gkd.config.durations import duration_s
 from recipe_gkd.config.load import read_config
-from recipe_gkd.config.reward_functions import failure_mode
 from recipe_gkd.config.stored import report_changes, stored_config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
-from recipe_gkd.config.validate import needs_rewards, saves_checkpoints, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.rows import TRAINING, DataSet, read_data_set
 from recipe_gkd.diagnostics.exit_messages import leave_dead_streams, report_error, report_saved_stop, report_stop

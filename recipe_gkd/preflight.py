@@ -15,9 +15,11 @@ import numpy as np
 from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
 from recipe_gkd.actor.student_dims import load_hf_config, read_student_dims
 from recipe_gkd.config import Config
-from recipe_gkd.config.objective import max_scored_tokens, uses_custom_loss, uses_sampled_token_loss
-from recipe_gkd.config.teachers import TEACHER, names, prompt_settings
-from recipe_gkd.config.validate import runs_validation
+from recipe_gkd.config.conditions import runs_validation, uses_custom_loss, uses_sampled_token_loss
+from recipe_gkd.config.keys import TEACHER
+from recipe_gkd.config.objective import max_scored_tokens
+from recipe_gkd.config.prompt_settings import prompt_settings
+from recipe_gkd.config.teachers import names
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.model_files import Student, check_tied_output_layer, check_tokenizer_files, check_weight_files
 from recipe_gkd.rollout.limits import check_engine_fits

@@ -16,11 +16,11 @@ from recipe_gkd.checkpoints.saver import CheckpointSaver
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.cluster import Cluster
 from recipe_gkd.config import Config
+from recipe_gkd.config.conditions import saves_checkpoints
 from recipe_gkd.config.objective import loss_name
 from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.teachers import requests_per_batch
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
-from recipe_gkd.config.validate import saves_checkpoints
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample

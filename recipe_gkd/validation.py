@@ -35,9 +35,9 @@ import numpy as np
 
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
-from recipe_gkd.config.reward_functions import has_reward, reward_name
+from recipe_gkd.config.conditions import has_reward, runs_validation, validates_kl
+from recipe_gkd.config.reward_functions import reward_name
 from recipe_gkd.config.timeouts import ROLLOUT_TIMEOUT
-from recipe_gkd.config.validate import runs_validation, validates_kl
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import VALIDATION, DataSet, read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward

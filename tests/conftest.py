@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.config import load
+from recipe_gkd.config import compose
 from recipe_gkd.runtime.worker_variables import RES_OPTIONS
 from tests._support.composition import compose_from_cache
 from tests._support.repository import REPO
@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Without it torch.cuda.is_available() initializes CUDA, and processes that are forked later cannot use the GPU.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("RES_OPTIONS", RES_OPTIONS)
-load._compose = compose_from_cache  # some modules load a configuration when they are imported
+compose.compose_accepted = compose_from_cache  # some modules load a configuration when they are imported
 
 LONGEST_FIRST = (
     "training",

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from recipe_gkd.actor.parallel_write import agree
+from recipe_gkd.config.keys import STRATEGY
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch
 
 DESCRIPTION = "metadata.json"
 """Name of the file that marks a complete checkpoint. Megatron-core requires this name, and its own fields in it."""
-STRATEGY = "actor_rollout_ref.actor.strategy"
 USE_ANOTHER = "use another checkpoint"
 BACKEND = "backend"
 """Field of ``metadata.json`` with the value of ``actor.strategy`` that saved it. Checkpoints of Megatron lack it."""

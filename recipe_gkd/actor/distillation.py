@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from recipe_gkd.actor import token_fields
 from recipe_gkd.actor.context_tokens import ContextTokens
 from recipe_gkd.actor.device_batch import DeviceBatch
-from recipe_gkd.config.objective import uses_custom_loss, uses_sampled_token_loss
+from recipe_gkd.config.conditions import uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.custom import LossInputs, load_custom_loss
 from recipe_gkd.losses.distributions import BucketedDistributions, bucketed_distributions

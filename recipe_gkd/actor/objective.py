@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from recipe_gkd.actor.device_batch import DeviceBatch
 from recipe_gkd.actor.distillation import DistillationInputs, DistillationTerm
 from recipe_gkd.actor.loss_metrics import OVERLAP, TokenValues, sum_tokens, token_means
-from recipe_gkd.config.objective import uses_custom_loss
+from recipe_gkd.config.conditions import uses_custom_loss
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.diagnostics import topk_overlap
 from recipe_gkd.losses.distributions import bucketed_distributions, valid_entries

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from recipe_gkd.actor.host_copy import HostCopy, host_copy
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import WorkerError
 from recipe_gkd.runtime.out_of_memory import is_out_of_memory, memory_details, reason_of
 from teacher.free_memory import trim
 
 NAMES: dict[ActorState, str] = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer state"}
-SLEEP_LEVEL = "actor_rollout_ref.rollout.sleep_level"
+SLEEP_LEVEL = key_name(lambda config: config.actor_rollout_ref.rollout.sleep_level)
 KEYS: dict[ActorState, str] = {"params": "param_offload", "grads": "grad_offload", "optimizer": "optimizer_offload"}
 
 

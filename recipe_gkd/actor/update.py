@@ -23,7 +23,8 @@ from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan, plan_micro_batches
 from recipe_gkd.actor.objective import Objective
 from recipe_gkd.actor.offload import state_sizes
 from recipe_gkd.actor.token_limit import AttemptFailed, TokenLimit, Vote, next_limit
-from recipe_gkd.config.objective import uses_custom_loss
+from recipe_gkd.config.conditions import uses_custom_loss
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema import ActorConfig, Config, GkdConfig
 from recipe_gkd.config.teachers import names as teacher_names
 from recipe_gkd.data.samples import Sample
@@ -32,8 +33,9 @@ from recipe_gkd.runtime.out_of_memory import free_frames, is_out_of_memory, out_
 
 log = logging.getLogger(__name__)
 
-MAX_TOKEN_LEN, MAX_RESPONSE_LENGTH = "actor_rollout_ref.actor.max_token_len", "data.max_response_length"
-OOM = "trainer.oom"
+MAX_TOKEN_LEN = key_name(lambda config: config.actor_rollout_ref.actor.max_token_len)
+MAX_RESPONSE_LENGTH = key_name(lambda config: config.data.max_response_length)
+OOM = key_name(lambda config: config.trainer.oom)
 MAX_UIDS_IN_MESSAGE = 8
 
 

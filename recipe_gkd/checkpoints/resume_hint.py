@@ -11,12 +11,16 @@ from recipe_gkd.checkpoints.newest import newest_complete
 from recipe_gkd.checkpoints.resume import START_NEW
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config.caller import VARIABLE
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema import TrainerConfig
 from recipe_gkd.runtime.threads import run_until
 
 READ_TIMEOUT_S = 5.0
 COMMAND = ("python", "-m", "recipe_gkd.main_gkd")
-_RESUME_KEYS = ("trainer.resume_mode", "trainer.resume_from_path")
+_RESUME_KEYS = (
+    key_name(lambda config: config.trainer.resume_mode),
+    key_name(lambda config: config.trainer.resume_from_path),
+)
 
 
 def resume_hint(trainer: TrainerConfig, arguments: Sequence[str]) -> str:

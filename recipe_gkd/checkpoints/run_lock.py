@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.errors import ConfigError, RunFolderInUse
 from recipe_gkd.runtime.process_id import ProcessId, is_alive, process_id
 
 log = logging.getLogger(__name__)
 
-KEY = "trainer.default_local_dir"
+KEY = key_name(lambda config: config.trainer.default_local_dir)
 LOCK = ".lock"
 _HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EACCES)
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)

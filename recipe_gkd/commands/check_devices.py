@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.commands.arguments import command_parser
 from recipe_gkd.config import Config
-from recipe_gkd.config.load import compose_config, to_config
+from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.load import to_config
 from recipe_gkd.config.startup import startup_timeout_s
 from recipe_gkd.config.validate import validate
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error

@@ -12,12 +12,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from omegaconf import OmegaConf
-
 from recipe_gkd.config.aliases import migration_tables, unknown_key_error
 from recipe_gkd.config.choices import OneOf
-from recipe_gkd.config.key_types import type_of
-from recipe_gkd.config.load import compose_config, description, known_keys, value_at
+from recipe_gkd.config.compose import default_values, value_at
+from recipe_gkd.config.key_types import description, known_keys, type_of
 from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.runtime.closed_output import run_until_closed
 
@@ -60,10 +58,9 @@ def reference() -> str:
 
 def _entries() -> list[tuple[str, str, str]]:
     """Return name, default and meaning of each key, as Markdown."""
-    defaults: Any = OmegaConf.to_container(compose_config("on_policy_distill_trainer"), resolve=False)
     entries = []
     for name, field in known_keys().items():
-        default = value_at(defaults, name)
+        default = value_at(default_values(), name)
         shown = "*must be set*" if default == "???" else f"`{json.dumps(default)}`"
         entries.append((name, shown, f"{description(field)}{_choices(type_of(name))}{_range(name)}"))
     return entries

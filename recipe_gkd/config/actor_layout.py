@@ -4,75 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from recipe_gkd.config.conditions import uses_sampled_token_loss
+from recipe_gkd.config.keys import FSDP, LORA, MEGATRON, POOL_KEYS, STRATEGY
 from recipe_gkd.config.megatron_fields import fixed_field_problems
-from recipe_gkd.config.objective import uses_sampled_token_loss
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ConfigError
 
-STRATEGY = "actor_rollout_ref.actor.strategy"
-MEGATRON = "actor_rollout_ref.actor.megatron"
-FSDP = "actor_rollout_ref.actor.fsdp_config"
-LORA = "actor_rollout_ref.actor.lora"
-POOL_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
-
-MEGATRON_LAYOUT: dict[str, object] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-    "sequence_parallel": False,
-    "override_transformer_config": {},
-    "override_ddp_config": {},
-    "param_offload": False,
-    "grad_offload": False,
-    "optimizer_offload": False,
-}
-"""Keys of Megatron's section that a run with FSDP would not follow, and the values that it does follow."""
-
-FSDP_LAYOUT: dict[str, object] = {
-    "fsdp_size": -1,
-    "wrap_policy": None,
-    "gradient_checkpointing": False,
-    "reshard_after_forward": True,
-    "param_offload": False,
-    "optimizer_offload": False,
-}
-"""Keys of FSDP's section that a run with Megatron would not follow, and the defaults."""
-
 
 def actor_problems(config: Config) -> Iterator[ConfigError]:
-    """Yield an error for each value of the actor's section that cannot work, or that its backend does not read."""
-    yield from _unused_backend(config)
+    """Yield an error for each value of the actor's section that cannot work."""
     yield from _actor_layout(config)
     yield from fixed_field_problems(config)
     yield from _lora(config)
     yield from _optimizer(config)
     yield from _out_of_memory(config)
-
-
-def _unused_backend(config: Config) -> Iterator[ConfigError]:
-    """Yield an error for each layout key of the training backend that the run does not use."""
-    actor = config.actor_rollout_ref.actor
-    prefix, section, neutral, other = (
-        (MEGATRON, actor.megatron, MEGATRON_LAYOUT, "megatron")
-        if actor.strategy == "fsdp"
-        else (FSDP, actor.fsdp_config, FSDP_LAYOUT, "fsdp")
-    )
-    for name, value in neutral.items():
-        got = getattr(section, name)
-        if got != value:
-            yield ConfigError(
-                f"{prefix}.{name}={as_override_value(got)} has no effect with {STRATEGY}={actor.strategy}",
-                remedy=f"set it to {as_override_value(value)}, or set {STRATEGY}={other}",
-                keys=(f"{prefix}.{name}", STRATEGY),
-            )
-
-
-def as_override_value(value: object) -> str:
-    """Return a value as it is written in an override."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _actor_layout(config: Config) -> Iterator[ConfigError]:
@@ -147,14 +92,6 @@ def _lora(config: Config) -> Iterator[ConfigError]:
     actor = config.actor_rollout_ref.actor
     lora = actor.lora
     if not lora.rank:
-        for name, default in (("target_modules", None), ("dropout", 0.0)):
-            if (got := getattr(lora, name)) != default:
-                yield ConfigError(
-                    f"{LORA}.{name}={as_override_value(got)} has no effect with {LORA}.rank="
-                    f"{as_override_value(lora.rank)}",
-                    remedy=f"set it to {as_override_value(default)}, or set a rank, such as {LORA}.rank=16",
-                    keys=(f"{LORA}.{name}", f"{LORA}.rank"),
-                )
         return
     if actor.strategy != "fsdp":
         yield ConfigError(

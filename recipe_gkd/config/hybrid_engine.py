@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from recipe_gkd.config.keys import HYBRID, TEACHER
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.staleness import staleness_bound
-from recipe_gkd.config.teachers import TEACHER
 from recipe_gkd.errors import ConfigError
-
-HYBRID = "actor_rollout_ref.hybrid_engine"
 
 
 def hybrid_problems(config: Config) -> Iterator[ConfigError]:

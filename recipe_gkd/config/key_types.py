@@ -1,11 +1,46 @@
-"""Types of the keys in the schema."""
+"""Keys of the schema and their types."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from recipe_gkd.config.schema import Config
+
+
+@cache
+def known_keys(section: type = Config, prefix: str = "") -> Mapping[str, dataclasses.Field[Any]]:
+    """Return the schema field of every key by its dotted name.
+
+    Args:
+        section: Dataclass of the schema to start from.
+        prefix: Dotted name of ``section``, with a trailing dot, or empty.
+    """
+    hints = get_type_hints(section)
+    keys: dict[str, dataclasses.Field[Any]] = {}
+    for field in dataclasses.fields(section):
+        name = prefix + field.name
+        if dataclasses.is_dataclass(kind := hints[field.name]):
+            assert isinstance(kind, type)
+            keys |= known_keys(kind, name + ".")
+        else:
+            keys[name] = field
+    return keys
+
+
+@cache
+def keys_of_type(kind: type) -> tuple[str, ...]:
+    """Return the names of the keys whose value is a ``list``, or a ``dict`` in which users choose the names."""
+    return tuple(name for name in known_keys() if get_origin(plain_type(type_of(name))) is kind)
+
+
+def description(field: dataclasses.Field[Any]) -> str:
+    """Return the description of a key."""
+    info: Any = field.default  # pydantic keeps a field's Field(...) there
+    return str(info.description)
 
 
 def type_of(name: str) -> Any:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from recipe_gkd.config.keys import MEGATRON
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ConfigError
-
-MEGATRON = "actor_rollout_ref.actor.megatron"
 
 _KEYS = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recipe_gkd.config.reward_functions import has_reward
+from recipe_gkd.config.conditions import (
+    has_reward,
+    uses_custom_loss,
+    uses_group_baseline,
+    uses_sampled_token_loss,
+    uses_teacher,
+)
 from recipe_gkd.config.schema import Config, GkdConfig
 from recipe_gkd.errors import ConfigError
 
@@ -16,13 +22,6 @@ def objective_problems(config: Config) -> Iterator[ConfigError]:
     yield from _reward(config)
     yield from _sampled_tokens(config)
     yield from _custom_loss(config)
-
-
-def uses_teacher(gkd: GkdConfig) -> bool:
-    """Return True if the responses of a run are scored by a teacher."""
-    if gkd.enable_teacher is not None:
-        return gkd.enable_teacher
-    return gkd.distill_loss_coef > 0 and not (gkd.sft_share == 1 and gkd.sft_target == "data")
 
 
 def max_scored_tokens(config: Config) -> int:
@@ -44,23 +43,6 @@ def loss_name(gkd: GkdConfig | Mapping[str, Any]) -> str | None:
         custom, kind = gkd.get("custom_loss"), gkd.get("distill_loss_type")
         return (custom.get("name") if isinstance(custom, Mapping) else None) or kind
     return gkd.custom_loss.name or gkd.distill_loss_type
-
-
-def uses_custom_loss(gkd: GkdConfig) -> bool:
-    """Return True if a user's function replaces ``gkd.distill_loss_type``."""
-    return gkd.custom_loss.path is not None
-
-
-def uses_sampled_token_loss(gkd: GkdConfig) -> bool:
-    """Return True if the distillation loss depends on the sampled token alone."""
-    from recipe_gkd.losses.registry import sampled_token_loss_names
-
-    return not uses_custom_loss(gkd) and gkd.distill_loss_type in sampled_token_loss_names()
-
-
-def uses_group_baseline(gkd: GkdConfig) -> bool:
-    """Return True if the distillation loss subtracts the mean over the other responses to the same prompt."""
-    return not uses_custom_loss(gkd) and gkd.distill_loss_type == "k1" and gkd.baseline == "group"
 
 
 def check_custom_loss(config: Config) -> None:

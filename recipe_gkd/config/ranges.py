@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from recipe_gkd.config.key_types import type_of
-from recipe_gkd.config.load import known_keys
+from recipe_gkd.config.key_types import known_keys, type_of
 from recipe_gkd.errors import ConfigError
 
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recipe_gkd.config.keys import REWARD
 from recipe_gkd.config.schema import Config, RewardFunctionConfig
-from recipe_gkd.config.schema.reward import RewardFailureMode
 from recipe_gkd.errors import ConfigError
 
-SECTION = "custom_reward_function"
 SUM_NAME = "reward"
 """Name of the weighted sum of several functions, as in the metric ``val/<data_source>/reward``."""
 STATISTICS = ("mean", "std", "min", "max", "zero_std_group_fraction", "failures")
@@ -42,23 +41,18 @@ class RewardFunction:
     @property
     def path_key(self) -> str:
         """Configuration key of the file."""
-        return f"{SECTION}.functions.{self.label}.path" if self.label else f"{SECTION}.path"
+        return f"{REWARD}.functions.{self.label}.path" if self.label else f"{REWARD}.path"
 
     @property
     def name_key(self) -> str:
         """Configuration key of the name."""
-        return f"{SECTION}.functions.{self.label}.name" if self.label else f"{SECTION}.name"
+        return f"{REWARD}.functions.{self.label}.name" if self.label else f"{REWARD}.name"
 
     @property
     def description(self) -> str:
         """The function in messages, such as ``compute_score of reward.py``."""
         described = f"{self.name} of {self.path}"
         return f"{self.label} ({described})" if self.label else described
-
-
-def has_reward(config: Config) -> bool:
-    """Return True if the configuration has a reward function."""
-    return bool(reward_functions(config.custom_reward_function))
 
 
 def reward_functions(section: RewardFunctionConfig) -> tuple[RewardFunction, ...]:
@@ -71,12 +65,6 @@ def reward_functions(section: RewardFunctionConfig) -> tuple[RewardFunction, ...
     if section.path is None:
         return ()
     return (RewardFunction(label="", path=section.path, name=section.name, weight=1.0, kwargs=section.kwargs),)
-
-
-def failure_mode(config: Config) -> RewardFailureMode:
-    """Return ``custom_reward_function.on_failure``, or its default value for this configuration."""
-    chosen = config.custom_reward_function.on_failure
-    return chosen if chosen is not None else "fail" if config.gkd.use_rl_loss else "skip"
 
 
 def reward_name(section: RewardFunctionConfig) -> str:
@@ -95,30 +83,30 @@ def reward_problems(config: Config) -> Iterator[ConfigError]:
     section = config.custom_reward_function
     if section.path is not None and section.functions:
         yield ConfigError(
-            f"{SECTION}.path={section.path} with {SECTION}.functions={{{', '.join(section.functions)}}}: they are one "
+            f"{REWARD}.path={section.path} with {REWARD}.functions={{{', '.join(section.functions)}}}: they are one "
             "function or several",
-            remedy=f"set {SECTION}.path=null, or remove {SECTION}.functions",
-            keys=(f"{SECTION}.path", f"{SECTION}.functions"),
+            remedy=f"set {REWARD}.path=null, or remove {REWARD}.functions",
+            keys=(f"{REWARD}.path", f"{REWARD}.functions"),
         )
     for label, entry in section.functions.items():
         if not entry.path:
             yield ConfigError(
-                f"{SECTION}.functions.{label} has no path",
-                remedy=f"set {SECTION}.functions.{label}.path to the Python file that defines {entry.name}",
-                keys=(f"{SECTION}.functions.{label}.path",),
+                f"{REWARD}.functions.{label} has no path",
+                remedy=f"set {REWARD}.functions.{label}.path to the Python file that defines {entry.name}",
+                keys=(f"{REWARD}.functions.{label}.path",),
             )
     taken = {*STATISTICS, *VALIDATION_METRICS, SUM_NAME}
     for label in section.functions:
         if label in taken or not _LABEL.fullmatch(label):
             yield ConfigError(
-                f"{SECTION}.functions.{label}: the label names the metrics reward/{label} and val/SOURCE/{label}; "
+                f"{REWARD}.functions.{label}: the label names the metrics reward/{label} and val/SOURCE/{label}; "
                 f"expected letters, digits and _ - . and none of {', '.join(sorted(taken))}",
                 remedy="rename it",
-                keys=(f"{SECTION}.functions.{label}",),
+                keys=(f"{REWARD}.functions.{label}",),
             )
     if section.functions and not any(entry.weight for entry in section.functions.values()):
         yield ConfigError(
-            f"the weights of all {SECTION}.functions are 0, so the reward is always 0",
+            f"the weights of all {REWARD}.functions are 0, so the reward is always 0",
             remedy="raise one of them",
-            keys=(f"{SECTION}.functions",),
+            keys=(f"{REWARD}.functions",),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema import Config
 from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
 
@@ -18,4 +19,4 @@ def startup_timeout_s(config: Config, device: str) -> KeyedTimeout:
     """
     configured = config.trainer.startup_timeout_s
     seconds = DEFAULT_STARTUP_TIMEOUT_S[device] if configured is None else configured
-    return KeyedTimeout(seconds, "trainer.startup_timeout_s")
+    return KeyedTimeout(seconds, key_name(lambda config: config.trainer.startup_timeout_s))

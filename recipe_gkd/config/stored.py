@@ -9,11 +9,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from recipe_gkd.config.load import known_keys
+from recipe_gkd.config.key_types import known_keys
+from recipe_gkd.config.keys import ENV_VARS, REWARD
 
 log = logging.getLogger(__name__)
 
-PRIVATE_KEYS = ("ray_init.env_vars", "custom_reward_function.kwargs", "custom_reward_function.functions")
+PRIVATE_KEYS = (ENV_VARS, f"{REWARD}.kwargs", f"{REWARD}.functions")
 """Keys whose values can be passwords or tokens. Variables of the environment in them are not written to files."""
 
 _ABSENT = object()

@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from omegaconf import OmegaConf
+from collections.abc import Iterator
 
 from recipe_gkd.config.backend_class import load_backend_class
+from recipe_gkd.config.keys import TEACHER
+from recipe_gkd.config.prompt_settings import DEFAULT
 from recipe_gkd.config.prompt_template import template_problem
-from recipe_gkd.config.schema import Config, DataConfig, TeacherConfig
-from recipe_gkd.config.schema.teacher import TeacherEntry
+from recipe_gkd.config.schema import Config, TeacherConfig
 from recipe_gkd.errors import ConfigError
-
-DEFAULT = "default"  # name of the teacher at server_ip:server_port
-TEACHER = "actor_rollout_ref.teacher"
 
 _N_ENCRYPTED_CONNECTIONS = 4
 _DEFAULT_MICROBATCHES = 8
-_SERVICE_ONLY = ("server_ip", "server_port", "wire_dtype", "auth_dir", "n_connections", "scoring_workers_per_node")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _ADDRESS = re.compile(r"(?P<host>[^\s:]+):(?P<port>[0-9]{1,5})")
-
-
-@dataclass(frozen=True)
-class PromptSettings:
-    """Differences between the prompts of a teacher and those of the student.
-
-    Attributes:
-        prompt_key: Column of the teacher's prompts. None: the student's prompts.
-        template: Template of the last user message. None: unchanged.
-        system_prompt: System message of prompts that have none. None: the student's; empty: none.
-        kwargs: Arguments of the chat template. None: the student's.
-    """
-
-    prompt_key: str | None = None
-    template: str | None = None
-    system_prompt: str | None = None
-    kwargs: Mapping[str, Any] | None = None
 
 
 def addresses(teacher: TeacherConfig) -> dict[str, tuple[str, int]]:
@@ -57,22 +33,10 @@ def auth_dirs(teacher: TeacherConfig) -> dict[str, str | None]:
     """Return the folder of the keys for each teacher by name, None for a service without keys."""
     if not teacher.teachers:
         return {DEFAULT: teacher.auth_dir}
-    return {name: _own(entry.auth_dir, teacher.auth_dir) or None for name, entry in teacher.teachers.items()}
-
-
-def prompt_settings(teacher: TeacherConfig, data: DataConfig) -> dict[str, PromptSettings | None]:
-    """Return the prompt settings of each teacher by name, None for a teacher that sees the student's prompts."""
-    entries = teacher.teachers or {DEFAULT: TeacherEntry(address="")}
-    found = {
-        name: PromptSettings(
-            prompt_key=data.teacher_prompt_key,
-            template=_own(entry.prompt_template, teacher.prompt_template) or None,
-            system_prompt=_own(entry.system_prompt, teacher.system_prompt),
-            kwargs=_own(entry.apply_chat_template_kwargs, teacher.apply_chat_template_kwargs),
-        )
-        for name, entry in entries.items()
+    shared = teacher.auth_dir
+    return {
+        name: (shared if entry.auth_dir is None else entry.auth_dir) or None for name, entry in teacher.teachers.items()
     }
-    return {name: None if settings == PromptSettings() else settings for name, settings in found.items()}
 
 
 def n_connections(teacher: TeacherConfig, auth_dir: str | None) -> int:
@@ -128,12 +92,6 @@ def teacher_problems(config: Config) -> Iterator[ConfigError]:
 def _backend_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
     backend = teacher.backend
     if backend == "zmq":
-        if teacher.model_path is not None:
-            yield ConfigError(
-                f"{TEACHER}.model_path={teacher.model_path} has no effect with {TEACHER}.backend=zmq",
-                remedy="set it to null",
-                keys=(f"{TEACHER}.model_path", f"{TEACHER}.backend"),
-            )
         return
     if teacher.teachers:
         yield ConfigError(
@@ -152,14 +110,6 @@ def _backend_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
             f"{TEACHER}.backend=hf needs {TEACHER}.model_path, the folder of the teacher model",
             keys=(f"{TEACHER}.backend", f"{TEACHER}.model_path"),
         )
-    defaults = _default_section()
-    for name in _SERVICE_ONLY:
-        if (got := getattr(teacher, name)) != defaults[name]:
-            yield ConfigError(
-                f"{TEACHER}.{name}={got} has no effect with {TEACHER}.backend=hf",
-                remedy="leave it out, or set backend=zmq",
-                keys=(f"{TEACHER}.{name}", f"{TEACHER}.backend"),
-            )
 
 
 def _template_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
@@ -170,17 +120,6 @@ def _template_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
     for key, template in templates.items():
         if template and (problem := template_problem(template)):
             yield ConfigError(f"{key}={template!r:.200}: {problem}", remedy="write {{ and }} for braces", keys=(key,))
-
-
-def _own(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def _default_section() -> dict[str, Any]:
-    """Return the teacher section of the YAML files, without overrides."""
-    from recipe_gkd.config.load import compose_config  # imports this module
-
-    return dict(OmegaConf.select(compose_config("on_policy_distill_trainer"), TEACHER))
 
 
 def _is_address(address: str) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema import Config
 from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
 
-ACTOR_TIMEOUT = "actor_rollout_ref.actor.timeout_s"
-ROLLOUT_TIMEOUT = "actor_rollout_ref.rollout.timeout_s"
-TEACHER_TIMEOUT = "actor_rollout_ref.teacher.timeout_s"
-SYNC_TIMEOUT = "actor_rollout_ref.nccl_timeout"
+ACTOR_TIMEOUT = key_name(lambda config: config.actor_rollout_ref.actor.timeout_s)
+ROLLOUT_TIMEOUT = key_name(lambda config: config.actor_rollout_ref.rollout.timeout_s)
+TEACHER_TIMEOUT = key_name(lambda config: config.actor_rollout_ref.teacher.timeout_s)
+SYNC_TIMEOUT = key_name(lambda config: config.actor_rollout_ref.nccl_timeout)
 
 
 def timeout_of(config: Config, key: str, margin_s: float = 0.0) -> KeyedTimeout:

@@ -9,16 +9,17 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from recipe_gkd.config.actor_layout import actor_problems
+from recipe_gkd.config.conditions import has_reward, runs_validation, saves_checkpoints, uses_teacher, validates_kl
 from recipe_gkd.config.hybrid_engine import hybrid_problems, teacher_sleep_problems
-from recipe_gkd.config.objective import objective_problems, uses_teacher
-from recipe_gkd.config.reward_functions import has_reward, reward_problems
+from recipe_gkd.config.keys import ROLLOUT
+from recipe_gkd.config.objective import objective_problems
+from recipe_gkd.config.reward_functions import reward_problems
 from recipe_gkd.config.schema import BUILT_IN_LOGGERS, TRACKING_SERVICES, Config
 from recipe_gkd.config.teachers import teacher_problems
+from recipe_gkd.config.unused_keys import unused_key_problems
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import call_problem, load_attribute, split_spec
 from recipe_gkd.runtime.worker_variables import FIXED, PER_NODE
-
-ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def validate(config: Config) -> None:
@@ -28,6 +29,7 @@ def validate(config: Config) -> None:
         ConfigError: At least one combination cannot work. It has the keys of all of them.
     """
     checks = (
+        unused_key_problems,
         _schedule,
         actor_problems,
         _rollout_layout,
@@ -216,34 +218,6 @@ def _observation(config: Config) -> Iterator[ConfigError]:
             remedy="set trainer.save_freq above 0, or trainer.save_before=null",
             keys=("trainer.save_before", "trainer.save_freq"),
         )
-
-
-def saves_checkpoints(config: Config) -> bool:
-    """Return True if the run saves checkpoints: at intervals, or of the best weights."""
-    return config.trainer.save_freq > 0 or config.trainer.best_metric is not None
-
-
-def runs_validation(config: Config) -> bool:
-    """Return True if the run validates at least once."""
-    return config.trainer.test_freq > 0 or config.trainer.val_before_train
-
-
-def trains_on_rewards(config: Config) -> bool:
-    """Return True if training responses get rewards, for a loss or for metrics."""
-    return has_reward(config) and (config.gkd.use_rl_loss or config.custom_reward_function.on_training)
-
-
-def needs_rewards(config: Config) -> bool:
-    """Return True if any response gets a reward."""
-    return trains_on_rewards(config) or (has_reward(config) and runs_validation(config))
-
-
-def validates_kl(config: Config) -> bool:
-    """Return True if validation reports KL divergences. By default it does if there is no reward function."""
-    is_on = config.trainer.val_kl
-    if is_on is None:
-        is_on = not has_reward(config)
-    return is_on and uses_teacher(config.gkd) and runs_validation(config)
 
 
 def _validation(config: Config) -> Iterator[ConfigError]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recipe_gkd.actor.offload import KEYS
+from recipe_gkd.config.keys import ACTOR, ROLLOUT, key_name
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import MemoryBudgetError
@@ -31,7 +32,7 @@ from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, State
 from recipe_gkd.rollout.engine_options import EngineOptions
 
 GIB, _MEBIBYTE = 1 << 30, 1 << 20
-ACTOR, ROLLOUT, SLOTS = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer.n_gpus_per_node"
+SLOTS = key_name(lambda config: config.trainer.n_gpus_per_node)
 
 BudgetPhase = Literal["sync", "generate", "update"]
 

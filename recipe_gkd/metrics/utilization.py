@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 
 from recipe_gkd.actor.student_dims import StudentDims, read_student_dims
 from recipe_gkd.config import Config
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.metrics.device_peaks import peak_tflops
 from recipe_gkd.metrics.flops import update_flops
 
 log = logging.getLogger(__name__)
 
-PEAK_KEY = "trainer.device_peak_tflops"
+PEAK_KEY = key_name(lambda config: config.trainer.device_peak_tflops)
 
 
 class ActorUtilization:

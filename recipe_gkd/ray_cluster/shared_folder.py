@@ -8,7 +8,7 @@ from typing import Protocol
 from recipe_gkd.checkpoints.folders import PROBE
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.config import Config
-from recipe_gkd.config.validate import saves_checkpoints
+from recipe_gkd.config.conditions import saves_checkpoints
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.runtime.remote_group import RemoteGroup
 

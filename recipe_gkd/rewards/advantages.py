@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from recipe_gkd.config.objective import uses_group_baseline
+from recipe_gkd.config.conditions import uses_group_baseline
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.data.samples import Sample
 

@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from recipe_gkd.config.keys import ROLLOUT
 from recipe_gkd.data.samples import Prompt
 from recipe_gkd.errors import GkdError, WorkerDied, WorkerError
 from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.engine_commands import Command, CommandQueue, settle
-from recipe_gkd.rollout.engine_factory import ROLLOUT, build_engine, describe_engine, watch_ranks
+from recipe_gkd.rollout.engine_factory import build_engine, describe_engine, watch_ranks
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.engine_requests import Deliver, RequestTable, add_log_probs_request, add_request

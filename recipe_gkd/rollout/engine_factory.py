@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipe_gkd.config.keys import ROLLOUT
 from recipe_gkd.errors import GkdError, ModelError, WorkerError
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_report import EngineReport
@@ -17,7 +18,6 @@ from teacher.engines.head_dtype import head_overrides
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine
 
-ROLLOUT = "actor_rollout_ref.rollout"
 _CPU_BATCHED_TOKENS = 4096
 _UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
 _TOO_SMALL = Advice(

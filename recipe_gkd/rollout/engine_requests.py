@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import GkdError, WorkerError
 from recipe_gkd.rollout.engine_commands import settle
@@ -18,7 +19,7 @@ from recipe_gkd.rollout.engine_commands import settle
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm_compat import LLMEngine, RequestOutput
 
-_MAX_LENGTH = "actor_rollout_ref.rollout.max_model_len"
+_MAX_LENGTH = key_name(lambda config: config.actor_rollout_ref.rollout.max_model_len)
 Deliver = Callable[[list[Response] | GkdError], None]
 """Callback on the engine's thread: it gets the responses that have just finished, or once the error that ended all."""
 Convert = Callable[["RequestOutput", int], Any]

@@ -6,10 +6,10 @@ The driver runs them before it starts any process, so this module does not impor
 from __future__ import annotations
 
 from recipe_gkd.actor.student_dims import StudentDims
+from recipe_gkd.config.keys import ROLLOUT
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ConfigError
 
-ROLLOUT = "actor_rollout_ref.rollout"
 VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE`` of ``vocab_parallel_embedding``)."""
 

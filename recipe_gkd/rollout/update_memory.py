@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.errors import ResourceError
 from teacher.engines.cuda_memory import free_cuda_memory
 
 _GIB = 1 << 30
-_BUCKET_KEY = "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
+_BUCKET_KEY = key_name(lambda config: config.actor_rollout_ref.rollout.update_weights_bucket_megabytes)
 _BUCKETS_IN_MEMORY = 3
 """Consecutive buckets that can be in memory: one is received, one is loaded, one has the first weights of its layer."""
 

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from recipe_gkd.config.backend_class import KEY, load_backend_class
+from recipe_gkd.config.backend_class import load_backend_class
+from recipe_gkd.config.keys import BACKEND, key_name
 from recipe_gkd.config.schema import TeacherConfig
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.threads import run_until
@@ -38,7 +39,7 @@ HELLO_MARGIN_S = 5.0
 
 _REMEDY = "correct the class"
 _FUTURE = "the future of submit"
-_VOCABULARY_KEY = "actor_rollout_ref.teacher.vocabulary"
+_VOCABULARY_KEY = key_name(lambda config: config.actor_rollout_ref.teacher.vocabulary)
 _TEXT_FIELDS = ("model_name", "tokenizer_fingerprint", "engine")
 _INT_FIELDS = ("vocab_size", "n_tokens", "max_model_len", "n_logprobs", "protocol_version", "n_workers")
 
@@ -83,7 +84,7 @@ class CustomBackend:
             ConfigError: The class cannot be used, or its constructor failed.
             TeacherError: The constructor raised it, or did not return within :data:`CREATE_TIMEOUT_S`.
         """
-        self._label = f"{KEY}={spec}"
+        self._label = f"{BACKEND}={spec}"
         backend_class = load_backend_class(spec)
         self._file = getattr(sys.modules.get(backend_class.__module__), "__file__", None)
         outcome = _outcome_within(lambda: backend_class(teacher), CREATE_TIMEOUT_S)
@@ -93,7 +94,7 @@ class CustomBackend:
             if isinstance(outcome, ConfigError | TeacherError):
                 raise outcome
             failure = self._failure("the constructor", outcome)
-            raise ConfigError(failure.what, keys=(KEY,), remedy=failure.remedy) from outcome
+            raise ConfigError(failure.what, keys=(BACKEND,), remedy=failure.remedy) from outcome
         [self._backend] = outcome
 
     def hello(self, timeout_s: float) -> TeacherInfo:
@@ -153,7 +154,7 @@ class CustomBackend:
             raise ConfigError(
                 f"{self._label} with {_VOCABULARY_KEY}=compatible: the class has no restrict_ids(n_ids), which "
                 "excludes the ids that the student does not have",
-                keys=(KEY, _VOCABULARY_KEY),
+                keys=(BACKEND, _VOCABULARY_KEY),
                 remedy="define it, or use a teacher with the student's vocabulary",
             )
         try:
@@ -214,12 +215,12 @@ class CustomBackend:
         return raised.replaced(line=line, remedy=_REMEDY)
 
     def _error(self, method: str, problem: str) -> BackendError:
-        return BackendError(f"{self._label}: {method} {problem}", options=(KEY,), method=method)
+        return BackendError(f"{self._label}: {method} {problem}", options=(BACKEND,), method=method)
 
     def _late(self, method: str, timeout_s: float) -> TeacherTimeout:
         return TeacherTimeout(
             f"{self._label}: {method} did not return within {timeout_s:g} s",
-            options=(KEY,),
+            options=(BACKEND,),
             stage=method,
             remedy=_REMEDY,
         )
@@ -242,7 +243,7 @@ def check_results(label: str, sequences: Sequence[TeacherSequence], scored: obje
         raise TeacherProtocolError(
             f"{label}: the future of submit has a result of type {_type_name(scored)}, expected a list of "
             f"{len(sequences)} teacher.ScoredSequence",
-            options=(KEY,),
+            options=(BACKEND,),
         )
     for i, result in enumerate(scored):
         kinds = {"topk_logps_TK": np.floating, "topk_ids_TK": np.integer, "sampled_logps_T": np.floating}
@@ -255,7 +256,7 @@ def check_results(label: str, sequences: Sequence[TeacherSequence], scored: obje
                     f"{label}: {name} has {found}, expected a numpy array of a {kind.__name__} dtype",
                     sequence=i,
                     entry=name,
-                    options=(KEY,),
+                    options=(BACKEND,),
                 )
         _check_distinct(label, i, result.topk_ids_TK)
 
@@ -273,7 +274,7 @@ def _check_distinct(label: str, i: int, ids_TK: np.ndarray) -> None:
             "ids in each row",
             sequence=i,
             entry="topk_ids_TK",
-            options=(KEY,),
+            options=(BACKEND,),
         )
 
 

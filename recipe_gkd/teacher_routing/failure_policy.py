@@ -21,8 +21,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.schema import TeacherConfig
-from recipe_gkd.config.teachers import TEACHER
 from recipe_gkd.config.timeouts import TEACHER_TIMEOUT
 from recipe_gkd.data.samples import StoredTopK, TeacherTopK
 from recipe_gkd.runtime.clock import now

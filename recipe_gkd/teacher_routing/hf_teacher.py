@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipe_gkd.config.teachers import TEACHER
+from recipe_gkd.config.keys import TEACHER, key_name
 from recipe_gkd.teacher_routing.chunked_model import ChunkedModel
 from teacher import PROTOCOL_VERSION, check_sequences, check_temperature
 from teacher.engines.checkpoint import read_checkpoint
@@ -39,7 +39,7 @@ DEFAULT_TOP_K = 256  # like N_LOGPROBS of the teacher service
 MAX_LOGITS_BYTES = 1 << 30
 """Maximum memory for logits and their log-probabilities at the same time."""
 CLOSE_TIMEOUT_S = 30.0
-_MODEL_KEY = f"{TEACHER}.model_path"
+_MODEL_KEY = key_name(lambda config: config.actor_rollout_ref.teacher.model_path)
 _BYTES_PER_LOGIT = 12  # logits in the model's dtype, then float32 logits and log-probabilities
 
 

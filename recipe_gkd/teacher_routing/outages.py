@@ -15,8 +15,8 @@ import logging
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
+from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.schema import TeacherConfig
-from recipe_gkd.config.teachers import TEACHER
 from recipe_gkd.runtime.clock import now
 from teacher.client import TeacherClient
 from teacher.errors import TeacherError, TeacherUnavailable

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from recipe_gkd.config.keys import TEACHER
+from recipe_gkd.config.prompt_settings import PromptSettings, prompt_settings
 from recipe_gkd.config.prompt_template import PROMPT, fill, template_fields
 from recipe_gkd.config.schema import Config
-from recipe_gkd.config.teachers import TEACHER, PromptSettings, prompt_settings
 from recipe_gkd.data.fingerprints import PromptFingerprint
 from recipe_gkd.data.messages import Message
 from recipe_gkd.data.prompts import PromptData

@@ -12,8 +12,9 @@ from functools import partial
 import numpy as np
 
 from recipe_gkd.config import Config
-from recipe_gkd.config.objective import uses_teacher
-from recipe_gkd.config.teachers import TEACHER, addresses, auth_dirs
+from recipe_gkd.config.conditions import uses_teacher
+from recipe_gkd.config.keys import TEACHER
+from recipe_gkd.config.teachers import addresses, auth_dirs
 from recipe_gkd.data.samples import Prompt, Response, Sample, StoredTopK, TeacherTopK
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.clock import now

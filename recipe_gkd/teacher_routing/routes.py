@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from recipe_gkd.config import Config
-from recipe_gkd.config.objective import uses_teacher
-from recipe_gkd.config.teachers import TEACHER, names
+from recipe_gkd.config.conditions import uses_teacher
+from recipe_gkd.config.keys import TEACHER
+from recipe_gkd.config.teachers import names
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.errors import DataError
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.schema.teacher import TeacherVocabulary
-from recipe_gkd.config.teachers import TEACHER
 from recipe_gkd.errors import VocabularyMismatch
 from recipe_gkd.model_files import Student
 from teacher.fingerprint import count_ids, last_tokens

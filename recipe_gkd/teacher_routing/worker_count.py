@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from recipe_gkd.config import Config
-from recipe_gkd.config.teachers import TEACHER
+from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.teacher_routing.backends import TeacherBackend
 from teacher.client import TeacherClient
 

@@ -16,14 +16,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe_gkd.config import load
+from recipe_gkd.config import compose
 
-FOLDER = load.config_dir()
-compose_with_hydra = load._compose
+FOLDER = compose.config_dir()
+compose_with_hydra = compose.compose_accepted
 
 
 def compose_from_cache(name: str, overrides: Sequence[str], folder: Path) -> DictConfig:
-    """Compose like ``recipe_gkd.config.load``. Whatever is not simply a value of a key is left to Hydra."""
+    """Compose like ``recipe_gkd.config.compose``. Whatever is not simply a value of a key is left to Hydra."""
     if folder != FOLDER:
         return compose_with_hydra(name, overrides, folder)
     try:

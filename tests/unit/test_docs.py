@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe_gkd.config.load import FREE_FORM_SECTIONS, compose_config
+from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.key_types import keys_of_type
 from tests._support.repository import REPO
 
 PAGES = sorted(REPO.glob("docs/*.md")) + [REPO / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -47,7 +48,7 @@ class TestPage:
         theirs = "docs/migration.md" in str(page)  # its left columns are keys of other projects
         lines = [line.split("|", 2)[-1] if theirs and line.startswith("|") else line for line in text.splitlines()]
         keys = {key for line in lines for key in KEY.findall(line)}
-        free = tuple(f"{section}." for section in FREE_FORM_SECTIONS)
+        free = tuple(f"{section}." for section in keys_of_type(dict))
         assert not {key for key in keys if key not in known and not key.startswith(free)}
 
     def test_links_lead_to_files_and_headings(self, page: Path) -> None:

@@ -21,14 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from recipe_gkd.actor.fsdp.lora import add_adapters
 from recipe_gkd.actor.fsdp.weights import names_in_folder
 from recipe_gkd.actor.student_dims import load_hf_config
+from recipe_gkd.config.keys import FSDP
 from recipe_gkd.config.schema import FsdpConfig, LoraConfig
 from recipe_gkd.errors import ConfigError, ModelError
 from teacher.weight_files import WeightFileError
 
 if TYPE_CHECKING:
     from transformers import AutoModelForCausalLM, PreTrainedModel
-
-FSDP = "actor_rollout_ref.actor.fsdp_config"
 
 
 def load_sharded(

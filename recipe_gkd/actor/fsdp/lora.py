@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from recipe_gkd.config.keys import LORA
 from recipe_gkd.config.schema import LoraConfig
 from recipe_gkd.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LORA = "actor_rollout_ref.actor.lora"
 ADAPTER = "default"
 """Name of the only adapter of a layer, as in peft."""
 

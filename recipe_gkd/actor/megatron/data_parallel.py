@@ -9,7 +9,8 @@ from contextlib import ExitStack, contextmanager
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipe_gkd.actor.megatron.overrides import MEGATRON, checked_overrides
+from recipe_gkd.actor.megatron.overrides import checked_overrides
+from recipe_gkd.config.keys import MEGATRON
 from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError
 

@@ -18,11 +18,12 @@ from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.megatron.data_parallel import ddp_config
 from recipe_gkd.actor.megatron.layer_spec import decoder_spec, ensure_megatron_supports_te
 from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
-from recipe_gkd.actor.megatron.overrides import MEGATRON, checked_overrides
+from recipe_gkd.actor.megatron.overrides import checked_overrides
 from recipe_gkd.actor.megatron.packed_attention import attention_kernel
 from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
 from recipe_gkd.actor.megatron.transformer_impl import ResolvedImpl, resolve_transformer_impl
 from recipe_gkd.actor.student_dims import MoEConfig
+from recipe_gkd.config.keys import MEGATRON
 from recipe_gkd.config.megatron_fields import FIXED_FIELDS
 from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError

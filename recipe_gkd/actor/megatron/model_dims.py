@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_gkd.actor.student_dims import MoEConfig, StudentDims, load_hf_config, read_config_json
+from recipe_gkd.config.keys import MEGATRON
 from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError, ModelError
 
@@ -24,7 +25,6 @@ FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral")
 # that divides it, and a checkpoint can be loaded with another tensor-parallel size.
 VOCAB_MULTIPLE = 128
 
-MEGATRON = "actor_rollout_ref.actor.megatron"
 
 # Fields of `override_transformer_config` with which pipeline stages have different numbers of layers.
 UNEQUAL_STAGES = {

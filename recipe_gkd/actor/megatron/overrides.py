@@ -9,9 +9,8 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
+from recipe_gkd.config.keys import MEGATRON
 from recipe_gkd.errors import ConfigError
-
-MEGATRON = "actor_rollout_ref.actor.megatron"
 
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 

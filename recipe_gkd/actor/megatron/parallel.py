@@ -7,10 +7,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
 from recipe_gkd.actor.ranks import Layout, RankSpec, collective_timeout_s, join_ranks, leave_ranks
+from recipe_gkd.config.keys import MEGATRON
 from recipe_gkd.config.schema import Config, MegatronConfig
 from recipe_gkd.errors import ConfigError
 
-MEGATRON = "actor_rollout_ref.actor.megatron"
 REMEDY = f"start a multiple of that, or change {MEGATRON}"
 
 

@@ -17,10 +17,11 @@ import re
 import sys
 from typing import Literal
 
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema.actor import TransformerImpl
 from recipe_gkd.errors import ConfigError
 
-KEY = "actor_rollout_ref.actor.megatron.transformer_impl"
+KEY = key_name(lambda config: config.actor_rollout_ref.actor.megatron.transformer_impl)
 PACKAGE = "transformer_engine"
 
 # The range of megatron-core 0.16.1 (its extra `dev`), and of our extra `gpu-te`.

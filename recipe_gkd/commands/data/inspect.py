@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recipe_gkd.commands.arguments import command_parser
+from recipe_gkd.config.keys import MODEL_PATH
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import ignores_tools
@@ -32,7 +33,7 @@ Prints columns, and with a model: lengths in tokens, rows that would be dropped,
 SHOWN_CHARS = 60
 SHOWN_IDS = 64
 PERCENTILES = (0, 50, 90, 99, 100)
-_MODEL_KEY, _NO_MODEL = "actor_rollout_ref.model.path", "none"
+_NO_MODEL = "none"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +65,7 @@ def _report(arguments: argparse.Namespace) -> Iterator[str]:
     if not file:
         raise DataError("no file was given; expected: data inspect FILE [key=value ...]")
     given = {override.lstrip("+").partition("=")[0] for override in overrides}
-    model = [] if _MODEL_KEY in given else [f"{_MODEL_KEY}={_NO_MODEL}"]
+    model = [] if MODEL_PATH in given else [f"{MODEL_PATH}={_NO_MODEL}"]
     quoted = file.replace("\\", "\\\\").replace('"', '\\"')
     config = read_config(
         arguments.config_name, [f'data.train_files="{quoted}"', *model, *overrides], arguments.config_dir
@@ -73,7 +74,7 @@ def _report(arguments: argparse.Namespace) -> Iterator[str]:
     yield from describe_columns(data_set)
     yield _ground_truth(data_set, config.data)
     if model:
-        yield f"no lengths and no rendered prompt, because no tokenizer is given; add {_MODEL_KEY}=FOLDER"
+        yield f"no lengths and no rendered prompt, because no tokenizer is given; add {MODEL_PATH}=FOLDER"
         return
     from teacher.engines.tokenizer import load_tokenizer
 

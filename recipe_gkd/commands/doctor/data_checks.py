@@ -11,7 +11,8 @@ import numpy as np
 
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.config import Config
-from recipe_gkd.config.validate import runs_validation, trains_on_rewards
+from recipe_gkd.config.conditions import runs_validation, trains_on_rewards
+from recipe_gkd.config.keys import TRAIN_FILES, VAL_FILES
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet, read_data_set
 from recipe_gkd.rewards import RewardItems
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_ROWS = 256
-TRAIN, VALIDATION = "data.train_files", "data.val_files"
 _MANY = 0.5
 """Fraction of overlong prompts from which on they are reported."""
 
@@ -32,9 +32,9 @@ def read_data_sets(config: Config) -> tuple[dict[str, DataSet], list[Finding]]:
     Returns:
         Config key -> rows of its files, without files that cannot be read, and the findings.
     """
-    files = {TRAIN: (config.data.train_files, config.data.train_max_samples)}
+    files = {TRAIN_FILES: (config.data.train_files, config.data.train_max_samples)}
     if runs_validation(config):
-        files[VALIDATION] = (config.data.val_files, config.data.val_max_samples)
+        files[VAL_FILES] = (config.data.val_files, config.data.val_max_samples)
     data_sets: dict[str, DataSet] = {}
 
     def read(key: str) -> list[Finding]:
@@ -71,10 +71,10 @@ def data_findings(
             "use a model with one, put chat_template.jinja into its folder, or use prompts that are strings",
         )  # fmt: skip
         return
-    with_references = config.gkd.sft_share > 0 and key == TRAIN
+    with_references = config.gkd.sft_share > 0 and key == TRAIN_FILES
     relaxed = replace(config.data, filter_overlong_prompts=True) if config.data.truncation != "error" else config.data
     data = PromptData(some, relaxed, tokenizer, with_references=with_references)
-    if key == VALIDATION or trains_on_rewards(config):
+    if key == VAL_FILES or trains_on_rewards(config):
         RewardItems(data, config.data, tokenizer, truth_use=truth_use)  # raises an error without a ground truth
     if n_texts and template:
         yield Finding(
@@ -96,7 +96,7 @@ def data_findings(
 def _needed_columns(config: Config, key: str) -> Iterator[tuple[str, str, str]]:
     """Yield config key, column and its purpose."""
     data, teacher = config.data, config.actor_rollout_ref.teacher
-    if key == TRAIN and config.gkd.sft_share > 0:
+    if key == TRAIN_FILES and config.gkd.sft_share > 0:
         yield "data.response_key", data.response_key, "with the reference responses"
-    if key == TRAIN and teacher.route_key is not None:
+    if key == TRAIN_FILES and teacher.route_key is not None:
         yield "actor_rollout_ref.teacher.route_key", teacher.route_key, "that names each prompt's teacher"

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recipe_gkd.commands.doctor.data_checks import MAX_ROWS, TRAIN, VALIDATION
+from recipe_gkd.commands.doctor.data_checks import MAX_ROWS
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.config import Config
+from recipe_gkd.config.conditions import needs_rewards, trains_on_rewards
+from recipe_gkd.config.keys import TRAIN_FILES, VAL_FILES
 from recipe_gkd.config.reward_functions import reward_functions
-from recipe_gkd.config.validate import needs_rewards, trains_on_rewards
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.data.samples import Response
@@ -62,7 +63,7 @@ def reward_call_findings(
         tokenizer: Tokenizer of the student.
         truth_use: Use of the ground truth by the functions.
     """
-    key = TRAIN if trains_on_rewards(config) else VALIDATION
+    key = TRAIN_FILES if trains_on_rewards(config) else VAL_FILES
     if key in data_sets:
         yield from findings_of(CALL, partial(_call, config, data_sets[key], tokenizer, truth_use))
 

@@ -13,8 +13,10 @@ from recipe_gkd.commands.doctor.data_checks import MAX_ROWS
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.commands.doctor.machine_checks import connection_error
 from recipe_gkd.config import Config
-from recipe_gkd.config.objective import uses_teacher
-from recipe_gkd.config.teachers import TEACHER, addresses, names, prompt_settings
+from recipe_gkd.config.conditions import uses_teacher
+from recipe_gkd.config.keys import TEACHER
+from recipe_gkd.config.prompt_settings import prompt_settings
+from recipe_gkd.config.teachers import addresses, names
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.model_files import Student

@@ -21,8 +21,9 @@ from recipe_gkd.checkpoints.folders import steps_of
 from recipe_gkd.checkpoints.newest import find_checkpoint, is_run
 from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, render
 from recipe_gkd.config import Config
-from recipe_gkd.config.load import compose_config, to_config
-from recipe_gkd.config.reward_functions import has_reward
+from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.conditions import has_reward
+from recipe_gkd.config.load import to_config
 from recipe_gkd.data.messages import Message
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import read_data_set

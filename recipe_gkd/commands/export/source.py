@@ -15,11 +15,12 @@ from yaml import YAMLError
 from recipe_gkd.checkpoints.newest import find_checkpoint
 from recipe_gkd.checkpoints.run_folder import CONFIG
 from recipe_gkd.config import Config
-from recipe_gkd.config.load import compose_config, to_config
+from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.keys import FSDP, LORA, MEGATRON, MODEL, MODEL_PATH, STRATEGY
+from recipe_gkd.config.load import to_config
 from recipe_gkd.errors import CheckpointError, ConfigError, ModelError
 
-MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
-COPIED = (f"{MODEL}.trust_remote_code", f"{ACTOR}.lora", f"{ACTOR}.megatron.dtype", f"{ACTOR}.fsdp_config.dtype")
+COPIED = (f"{MODEL}.trust_remote_code", LORA, f"{MEGATRON}.dtype", f"{FSDP}.dtype")
 """Keys of the run that determine names, shapes and types of its weights. The number of ranks does not."""
 
 
@@ -61,8 +62,8 @@ def find_source(checkpoint: Path, model: Path | None = None, config_file: Path |
     file = config_file or folder.absolute().parent / CONFIG
     saved = _read_config(file)
     settings = _composed({key: OmegaConf.select(saved, key) for key in COPIED if _has(saved, key)})
-    OmegaConf.update(settings, f"{ACTOR}.strategy", _strategy(folder))
-    path = model or Path(_select(saved, f"{MODEL}.path", file)).expanduser()
+    OmegaConf.update(settings, STRATEGY, _strategy(folder))
+    path = model or Path(_select(saved, MODEL_PATH, file)).expanduser()
     if not (path / "config.json").is_file():
         raise ModelError(
             f"the model folder of the run, {path}, has no config.json; the export copies tokenizer and configuration "
@@ -71,7 +72,7 @@ def find_source(checkpoint: Path, model: Path | None = None, config_file: Path |
             path=path,
             names=("config.json",),
         )
-    OmegaConf.update(settings, f"{MODEL}.path", str(path))
+    OmegaConf.update(settings, MODEL_PATH, str(path))
     return Source(checkpoint=folder, config=to_config(settings), model=path)
 
 

@@ -18,6 +18,7 @@ from recipe_gkd.commands.gpu_smoke.peer_process import running_peer
 from recipe_gkd.commands.gpu_smoke.reference import BETAS, LR, MAX_NORM, Update, reference_update
 from recipe_gkd.commands.gpu_smoke.tiny_models import make_samples, write_model
 from recipe_gkd.config import Config, load_config
+from recipe_gkd.config.keys import ACTOR
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.weight_sync.store import join_store, open_store
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from recipe_gkd.actor.student_actor import StudentActor
 
 _LENGTHS = (5, 17, 1, 30, 24, 9)
-_ACTOR = "actor_rollout_ref.actor"
 # Accepted errors of the loss and the gradient norm (relative), and of the direction of the step (1 - cosine). The first
 # step of Adam is nearly the sign of the gradient, which rounding changes where the gradient is close to 0.
 _LIMITS = {"float32": (1e-4, 1e-3, 0.02), "bfloat16": (0.02, 0.05, 0.15)}
@@ -35,9 +35,9 @@ def actor_config(folder: Path, device: str, *overrides: str) -> Config:
     """Return the configuration of a one-rank actor for the model in ``folder``."""
     keys = [
         "data.train_files=unused", f"actor_rollout_ref.model.path={folder}", f"trainer.device={device}",
-        "actor_rollout_ref.nccl_timeout=60", f"{_ACTOR}.timeout_s=60", f"{_ACTOR}.max_token_len=64",
-        f"{_ACTOR}.optim.lr={LR}", f"{_ACTOR}.optim.betas=[{BETAS[0]},{BETAS[1]}]",
-        f"{_ACTOR}.optim.weight_decay=0", f"{_ACTOR}.optim.clip_grad={MAX_NORM}",
+        "actor_rollout_ref.nccl_timeout=60", f"{ACTOR}.timeout_s=60", f"{ACTOR}.max_token_len=64",
+        f"{ACTOR}.optim.lr={LR}", f"{ACTOR}.optim.betas=[{BETAS[0]},{BETAS[1]}]",
+        f"{ACTOR}.optim.weight_decay=0", f"{ACTOR}.optim.clip_grad={MAX_NORM}",
     ]  # fmt: skip
     return load_config("on_policy_distill_trainer", [*keys, *overrides])
 
@@ -79,12 +79,12 @@ def check_actor(context: Context) -> str:
 
 def check_actor_float32(context: Context) -> str:
     """Compare an update in float32. Transformer Engine is not used, because it multiplies float32 matrices in TF32."""
-    return _check_dtype(context, "float32", f"{_ACTOR}.megatron.transformer_impl=local")
+    return _check_dtype(context, "float32", f"{ACTOR}.megatron.transformer_impl=local")
 
 
 def check_actor_fsdp(context: Context) -> str:
     """Compare an update in bfloat16 with the FSDP backend."""
-    return _check_dtype(context, "bfloat16", f"{_ACTOR}.strategy=fsdp")
+    return _check_dtype(context, "bfloat16", f"{ACTOR}.strategy=fsdp")
 
 
 def check_actor_lora(context: Context) -> str:
@@ -92,7 +92,7 @@ def check_actor_lora(context: Context) -> str:
     folder, samples = write_model(context.folder / "model", seed=0), make_samples(_LENGTHS)
     reference = reference_update(folder, samples)
     dtype = "bfloat16"
-    overrides = (f"{_ACTOR}.strategy=fsdp", f"{_ACTOR}.fsdp_config.dtype={dtype}", f"{_ACTOR}.lora.rank=4")
+    overrides = (f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype={dtype}", f"{ACTOR}.lora.rank=4")
     with running_actor(actor_config(folder, context.device, *overrides)) as actor:
         found = _update(actor, samples)
         metrics = actor.update(samples, 1)
@@ -109,7 +109,7 @@ def check_actor_lora(context: Context) -> str:
 def _check_dtype(context: Context, dtype: str, *overrides: str) -> str:
     folder, samples = write_model(context.folder / "model", seed=0), make_samples(_LENGTHS)
     reference = reference_update(folder, samples)
-    dtypes = (f"{_ACTOR}.megatron.dtype={dtype}", f"{_ACTOR}.fsdp_config.dtype={dtype}")
+    dtypes = (f"{ACTOR}.megatron.dtype={dtype}", f"{ACTOR}.fsdp_config.dtype={dtype}")
     for fused in (False, True):
         config = actor_config(folder, context.device, *dtypes, *overrides, f"gkd.fuse_lm_head={str(fused).lower()}")
         with running_actor(config) as actor:
@@ -121,8 +121,8 @@ def _check_dtype(context: Context, dtype: str, *overrides: str) -> str:
 def check_actor_offload(context: Context) -> str:
     """Compare updates of an actor whose states leave the device between them with those of one whose states stay."""
     folder, dtype = write_model(context.folder / "model", seed=0), "bfloat16"
-    layers = (f"{_ACTOR}.megatron.dtype={dtype}", f"{_ACTOR}.megatron.transformer_impl=local")
-    keys = [f"{_ACTOR}.megatron.{state}_offload=true" for state in ("param", "grad", "optimizer")]
+    layers = (f"{ACTOR}.megatron.dtype={dtype}", f"{ACTOR}.megatron.transformer_impl=local")
+    keys = [f"{ACTOR}.megatron.{state}_offload=true" for state in ("param", "grad", "optimizer")]
     weights = []
     for overrides in ([], keys):
         with running_actor(actor_config(folder, context.device, *layers, *overrides)) as actor:
@@ -148,7 +148,7 @@ def _check_released(context: Context, actor: StudentActor) -> None:
 def check_actor_tp2(context: Context) -> str:
     """Compare an update of two ranks with the reference."""
     folder, samples = write_model(context.folder / "model", seed=0), make_samples(_LENGTHS)
-    megatron = f"{_ACTOR}.megatron"
+    megatron = f"{ACTOR}.megatron"
     config = actor_config(
         folder, context.device, f"{megatron}.dtype=bfloat16", f"{megatron}.tensor_model_parallel_size=2",
         f"{megatron}.sequence_parallel=true", "trainer.n_gpus_per_node=2",
@@ -201,7 +201,7 @@ def check_checkpoint(context: Context) -> str:
     """Compare an actor that continues with a new one that loads its checkpoint."""
     folder, dtype = write_model(context.folder / "model", seed=0), "bfloat16"
     first, second = make_samples(_LENGTHS), make_samples(_LENGTHS, seed=1)
-    config = actor_config(folder, context.device, f"{_ACTOR}.megatron.dtype={dtype}")
+    config = actor_config(folder, context.device, f"{ACTOR}.megatron.dtype={dtype}")
     path = context.folder / "checkpoint"
     with running_actor(config) as actor:
         actor.update(first, 0)
@@ -220,9 +220,7 @@ def check_checkpoint(context: Context) -> str:
         context.compare("loss of the next update", abs(resumed["actor/kl_loss"] - metrics["actor/kl_loss"]), 1e-3)
     if step != 1:
         raise CheckFailed(f"the checkpoint is of step {step}, expected 1")
-    with running_actor(
-        actor_config(context.folder / "hf", context.device, f"{_ACTOR}.megatron.dtype={dtype}")
-    ) as actor:
+    with running_actor(actor_config(context.folder / "hf", context.device, f"{ACTOR}.megatron.dtype={dtype}")) as actor:
         context.compare("weights of the Hugging Face folder", _distance(exported(actor), saved), 0.0)
     n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return f"weights and next update after a checkpoint of {n_bytes / 1e6:.1f} MB; weights of the Hugging Face folder"

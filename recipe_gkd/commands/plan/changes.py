@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
 from recipe_gkd.actor.student_dims import read_student_dims
 from recipe_gkd.commands.plan.estimate import RunEstimate, estimate_run
+from recipe_gkd.config.keys import ACTOR, ROLLOUT
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.validate import validate
 from recipe_gkd.errors import ConfigError, ModelError
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 D = TypeVar("D", bound="DataclassInstance")
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _LEAST_UTILIZATION = 0.2
 

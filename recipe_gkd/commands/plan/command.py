@@ -15,13 +15,14 @@ from recipe_gkd.commands.plan.estimate import PoolMemory, RunEstimate, estimate_
 from recipe_gkd.commands.plan.timing import TimingEstimate, estimate_timing, read_teacher
 from recipe_gkd.commands.plan.timing_text import timing_text
 from recipe_gkd.config import Config
+from recipe_gkd.config.keys import TRAIN_FILES
 from recipe_gkd.config.load import read_config
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.memory_budget.phases import GIB
 from recipe_gkd.memory_budget.slots import slot_memory
 from recipe_gkd.preflight import find_model, with_model_path
 
-_KEYS_WITHOUT_EFFECT = ("data.train_files",)
+_KEYS_WITHOUT_EFFECT = (TRAIN_FILES,)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,12 +12,11 @@ from omegaconf import OmegaConf
 from recipe_gkd.checkpoints.folders import final_folder
 from recipe_gkd.commands.report.markup import table, text
 from recipe_gkd.commands.report.run_files import Run
-from recipe_gkd.config.load import compose_config
+from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.keys import ENV_VARS
 from recipe_gkd.errors import ConfigError
 
 SECRET = re.compile(r"(api_?key|secret|password|passwd|credential|(^|_)token)$", re.IGNORECASE)
-ENVIRONMENT = "ray_init.env_vars"
-"""Key with environment variables of the workers. Their values may be secrets, so the report does not show them."""
 HIDDEN = "(not shown)"
 _ABSENT = object()
 
@@ -63,7 +62,7 @@ def changed_keys(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
 def hide_secrets(value: object, key: str = "") -> Any:
     """Return a configuration without environment variables and values of keys that look like secrets."""
     if isinstance(value, dict):
-        is_environment = key == ENVIRONMENT
+        is_environment = key == ENV_VARS
         return {
             name: HIDDEN if is_environment else hide_secrets(part, f"{key}.{name}" if key else str(name))
             for name, part in value.items()

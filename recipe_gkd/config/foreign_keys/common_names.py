@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from recipe_gkd.config.foreign_keys.entries import OPTIM, Project, other, same
+from recipe_gkd.config.foreign_keys.entries import Project, other, same
+from recipe_gkd.config.keys import OPTIM
 
 DECAY = {style: f"{OPTIM}.lr_decay_style={style}" for style in ("constant", "linear", "cosine")}
 NO_LIMIT = {"-1": "trainer.total_training_steps=null"}

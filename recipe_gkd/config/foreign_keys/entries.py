@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-MODEL, TEACHER = "actor_rollout_ref.model", "actor_rollout_ref.teacher"
-MEGATRON, FSDP, LORA = f"{ACTOR}.megatron", f"{ACTOR}.fsdp_config", f"{ACTOR}.lora"
-OPTIM = f"{ACTOR}.optim"
+from recipe_gkd.config.keys import ACTOR, FSDP, MEGATRON, ROLLOUT, TEACHER
 
 SERVICE = f"the teacher is a service of its own, started by `teacher/start_server.sh`; `{TEACHER}.server_ip` names it"
 PACKED = "remove it: sequences are always packed without padding"

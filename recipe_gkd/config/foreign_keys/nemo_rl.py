@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-from recipe_gkd.config.foreign_keys.entries import (
-    ACTOR,
-    ANY,
-    BATCH,
-    DTYPE,
-    FSDP,
-    MEGATRON,
-    MODEL,
-    OPTIM,
-    PACKED,
-    ROLLOUT,
-    TEACHER,
-    Project,
-    other,
-    same,
-)
+from recipe_gkd.config.foreign_keys.entries import ANY, BATCH, DTYPE, PACKED, Project, other, same
+from recipe_gkd.config.keys import ACTOR, FSDP, MEGATRON, MODEL, OPTIM, ROLLOUT, TEACHER
 
 NEMO_RL = Project(
     name="NeMo-RL",

@@ -3,23 +3,8 @@
 from __future__ import annotations
 
 from recipe_gkd.config.foreign_keys.common_names import DECAY, NO_LIMIT
-from recipe_gkd.config.foreign_keys.entries import (
-    ACTOR,
-    ANY,
-    BATCH,
-    DTYPE,
-    LORA,
-    MEGATRON,
-    MODEL,
-    OPTIM,
-    PACKED,
-    RECOMPUTE,
-    ROLLOUT,
-    TEACHER,
-    Project,
-    other,
-    same,
-)
+from recipe_gkd.config.foreign_keys.entries import ANY, BATCH, DTYPE, PACKED, RECOMPUTE, Project, other, same
+from recipe_gkd.config.keys import ACTOR, LORA, MEGATRON, MODEL, OPTIM, ROLLOUT, TEACHER
 
 TRL = Project(
     name="TRL",

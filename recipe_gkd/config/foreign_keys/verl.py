@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from recipe_gkd.config.foreign_keys.entries import (
-    ACTOR,
-    ANY,
-    LORA,
-    MODEL,
-    OPTIM,
-    PACKED,
-    RECOMPUTE,
-    ROLLOUT,
-    SERVICE,
-    TEACHER,
-    Project,
-    other,
-    same,
-)
+from recipe_gkd.config.foreign_keys.entries import ANY, PACKED, RECOMPUTE, SERVICE, Project, other, same
+from recipe_gkd.config.keys import ACTOR, LORA, MODEL, OPTIM, ROLLOUT, TEACHER
 
 VERL = Project(
     name="verl",

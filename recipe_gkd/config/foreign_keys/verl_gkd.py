@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from recipe_gkd.config.foreign_keys.entries import (
-    ACTOR,
-    ANY,
-    MEGATRON,
-    MODEL,
-    OPTIM,
-    ROLLOUT,
-    SERVICE,
-    TEACHER,
-    Project,
-    other,
-    same,
-)
+from recipe_gkd.config.foreign_keys.entries import ANY, SERVICE, Project, other, same
+from recipe_gkd.config.keys import ACTOR, MEGATRON, MODEL, OPTIM, ROLLOUT, TEACHER
 
 VERL_GKD = Project(
     name="verl gkd",

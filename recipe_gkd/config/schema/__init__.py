@@ -1,8 +1,8 @@
 """Schema of the configuration: type, range and description of every key.
 
-The schema contains no defaults. All values are in the YAML files under ``config/``. ``load.py`` composes and converts
-them, and ``validate.py`` rejects combinations that cannot work. ``python -m recipe_gkd.config`` prints the descriptions
-as a table.
+The schema contains no defaults. All values are in the YAML files under ``config/``. ``compose.py`` composes them,
+``load.py`` converts them, and ``validate.py`` rejects combinations that cannot work. ``python -m recipe_gkd.config``
+prints the descriptions as a table.
 """
 
 from __future__ import annotations

@@ -8,6 +8,14 @@ from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_BATCH, MAX_INT32, MAX_SEED, MAX_TOKENS
 from recipe_gkd.config.schema.fields import STRICT, Files, key
+from recipe_gkd.config.schema.unused import (
+    NO_REFERENCE_RESPONSES,
+    NO_REWARD,
+    NO_SOURCES,
+    NO_TEACHER,
+    NO_VALIDATION,
+    needs,
+)
 
 Truncation = Literal["error", "left", "right", "middle"]
 
@@ -20,12 +28,16 @@ class DataConfig:
         "Files with the training prompts (parquet, arrow, feather, jsonl, json, csv; the last three also with .gz), or "
         "folders of these. A single path is accepted, and paths separated by commas in quotes."
     )
-    val_files: Files = key("Files with held-out prompts for validation, like `train_files`. May be empty.")
+    val_files: Files = key(
+        "Files with held-out prompts for validation, like `train_files`. May be empty.", unused=[NO_VALIDATION]
+    )
     train_max_samples: int = key(
         "Number of training rows to use: random ones by `seed` if `shuffle` is true, else the first. -1 or 0: all.",
         ge=-1, le=MAX_INT32,
     )  # fmt: skip
-    val_max_samples: int = key("Number of validation rows to use, like `train_max_samples`.", ge=-1, le=MAX_INT32)
+    val_max_samples: int = key(
+        "Number of validation rows to use, like `train_max_samples`.", unused=[NO_VALIDATION], ge=-1, le=MAX_INT32
+    )
     prompt_key: str = key(
         "Column with the prompt: a list of {role, content} messages, their JSON text, or a string. Rows without it may "
         "have `messages` or ShareGPT's `conversations`, whose final assistant message is the reference response."
@@ -41,19 +53,23 @@ class DataConfig:
     )
     teacher_prompt_key: str | None = key(
         "Column with the prompt that the teacher sees: messages or a string, like `prompt_key`. Dots select a field of "
-        "a structure. In a row without a value, and with null, it is the student's prompt."
+        "a structure. In a row without a value, and with null, it is the student's prompt.",
+        unused=[NO_TEACHER],
     )
     response_key: str = key(
         "Column with the reference response: a string, or a list of one assistant message. Data without it may have "
-        "TRL's `completion`. Used if `gkd.sft_share` is above 0."
+        "TRL's `completion`. Used if `gkd.sft_share` is above 0.",
+        unused=[NO_REFERENCE_RESPONSES],
     )
     ground_truth_key: str = key(
         "Column with the ground truth that the reward function receives. Dots select a field of a structure, such as "
-        "`reward_model.ground_truth`."
+        "`reward_model.ground_truth`.",
+        unused=[NO_REWARD],
     )
     data_source_key: str = key(
         "Column with the name of the data source. Validation metrics are reported per source, and reward functions "
-        "receive the name as `data_source`."
+        "receive the name as `data_source`.",
+        unused=[NO_SOURCES],
     )
     max_prompt_length: int = key("Maximum prompt length in tokens, after the chat template.", ge=1, le=MAX_TOKENS)
     max_response_length: int = key(
@@ -67,5 +83,6 @@ class DataConfig:
     )
     truncation: Truncation = key(
         "Treatment of overlong prompts that were not filtered. `error`: the run ends; `left`, `right`, "
-        "`middle`: tokens are removed from the start, the end or the middle."
+        "`middle`: tokens are removed from the start, the end or the middle.",
+        unused=[needs(lambda config: config.data.filter_overlong_prompts, False)],
     )

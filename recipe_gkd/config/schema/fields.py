@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from recipe_gkd.config.limits import MAX_TIMEOUT_S, MIN_TIMEOUT_S
+from recipe_gkd.config.schema.unused import UnusedWhen
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-def key(doc: str, **bounds: Any) -> Any:
-    """Return a field with the description ``doc``; ``bounds`` are pydantic's ``ge``, ``gt``, ``le`` and ``lt``."""
-    return Field(description=doc, **bounds)
+def key(doc: str, unused: Sequence[UnusedWhen] = (), refused: Sequence[UnusedWhen] = (), **bounds: Any) -> Any:
+    """Return a field of the schema.
+
+    Args:
+        doc: Description.
+        unused: Conditions under which nothing reads the key. If the user sets it, the first one is a warning.
+        refused: Such conditions under which another value than the default is an error.
+        bounds: pydantic's ``ge``, ``gt``, ``le`` and ``lt``.
+    """
+    return dataclasses.field(
+        default=Field(description=doc, **bounds), metadata={"unused": tuple(unused), "refused": refused}
+    )
 
 
-def timeout(doc: str, longest_s: float = MAX_TIMEOUT_S) -> Any:
+def timeout(doc: str, longest_s: float = MAX_TIMEOUT_S, unused: Sequence[UnusedWhen] = ()) -> Any:
     """Return a field for a deadline in seconds. ``doc`` continues the words "Timeout of"."""
-    return key(f"Timeout of {doc}", ge=MIN_TIMEOUT_S, le=longest_s)
+    return key(f"Timeout of {doc}", unused, ge=MIN_TIMEOUT_S, le=longest_s)
 
 
 def _as_list(value: Any) -> Any:

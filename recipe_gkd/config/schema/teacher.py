@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_NODES, MAX_STEPS, MAX_TEACHER_WAIT_S
 from recipe_gkd.config.schema.fields import STRICT, SourcePath, UserPath, key, timeout
+from recipe_gkd.config.schema.unused import NAMED_TEACHERS, NO_SERVICE, NO_TEACHER, STUDENT_PROMPTS, needs, unused_with
 from recipe_gkd.errors import ConfigError
 from teacher import WireDtype
 from teacher.client import MAX_CONNECTIONS
@@ -56,9 +57,18 @@ class TeacherConfig:
         "teachers, tests and debugging. `FILE.py:Class`: a class that implements "
         "`recipe_gkd.teacher_routing.TeacherBackend`."
     )
-    model_path: UserPath | None = key("Folder of the teacher model for `backend=hf`; passed on to a custom backend.")
-    server_ip: str = key("Address of the teacher's proxy.")
-    server_port: int = key("Front-end port of the teacher's proxy (`PROXY_FRONTEND_PORT`).", ge=1, le=65535)
+    model_path: UserPath | None = key(
+        "Folder of the teacher model for `backend=hf`; passed on to a custom backend.",
+        refused=[unused_with(lambda config: config.actor_rollout_ref.teacher.backend, "zmq", "hf")],
+    )
+    server_ip: str = key("Address of the teacher's proxy.", unused=[NO_TEACHER, NAMED_TEACHERS], refused=[NO_SERVICE])
+    server_port: int = key(
+        "Front-end port of the teacher's proxy (`PROXY_FRONTEND_PORT`).",
+        unused=[NO_TEACHER, NAMED_TEACHERS],
+        refused=[NO_SERVICE],
+        ge=1,
+        le=65535,
+    )
     teachers: dict[str, Annotated[TeacherEntry, BeforeValidator(_as_entry)]] = key(
         "Several named teachers, as name -> `host:port`. They replace the teacher at `server_ip`, which has the name "
         "`default`. Command line, once per teacher: `actor_rollout_ref.teacher.teachers.math=10.0.0.1:15555`. Instead "
@@ -72,7 +82,8 @@ class TeacherConfig:
     prompt_template: str | None = key(
         "Text that the teacher sees in place of the prompt's last user message, or of a prompt that is a string. "
         "`{prompt}` is the replaced text, any other field a column: `{prompt}\\n\\nSolution: {ground_truth}`. "
-        "Dots select a field of a structure; `{{` and `}}` are braces. null: the teacher sees the student's prompt."
+        "Dots select a field of a structure; `{{` and `}}` are braces. null: the teacher sees the student's prompt.",
+        unused=[NO_TEACHER],
     )
     system_prompt: str | None = key(
         "System message of the teacher's prompts that have none. null: the student's (`data.system_prompt`); empty: "
@@ -83,39 +94,51 @@ class TeacherConfig:
         "(`data.apply_chat_template_kwargs`)."
     )
     allow_prompt_mismatch: bool = key(
-        "Accept prompts of student and teacher whose generation prompts differ, such as one with an opened `<think>`."
+        "Accept prompts of student and teacher whose generation prompts differ, such as one with an opened `<think>`.",
+        unused=[STUDENT_PROMPTS],
     )
     vocabulary: TeacherVocabulary = key(
         "Accepted vocabularies of teachers. `equal`: the student's. `compatible`: also the student's plus further "
         "tokens at its end. The teacher excludes them before the softmax, so that its distributions are over the "
-        "student's tokens."
+        "student's tokens.",
+        unused=[NO_TEACHER],
     )
     n_server_workers: int | None = key(
         "Total number of teacher workers over all teachers, which determines the number of requests per batch. null: "
         "the number of workers that the services have at the start of the run; 1 for other backends.",
+        unused=[NO_TEACHER],
         ge=1,
         le=MAX_NODES,
     )
     num_microbatches: int | None = key(
         "Number of requests per teacher worker that a batch is split into. Higher values start scoring earlier, and "
         "have more overhead per request. null: 8.",
+        unused=[NO_TEACHER],
         ge=1,
         le=1 << 16,
     )
     timeout_s: float = timeout("one request to the teacher, in seconds.")
     top_k: int | None = key(
-        "Number of token ids per position to request. null: all that the teacher returns.", ge=1, le=1 << 24
+        "Number of token ids per position to request. null: all that the teacher returns.",
+        unused=[NO_TEACHER],
+        ge=1,
+        le=1 << 24,
     )
     wire_dtype: WireDtype = key(
         "Data type of top-k log-probabilities in transit. `float16` saves a quarter of the bytes and keeps 11 bits of "
-        "precision; use it for teachers on other hosts."
+        "precision; use it for teachers on other hosts.",
+        unused=[NO_TEACHER],
+        refused=[NO_SERVICE],
     )
     auth_dir: UserPath | None = key(
-        "Folder with the CURVE keys of this client and the public key of the server. null: no authentication."
+        "Folder with the CURVE keys of this client and the public key of the server. null: no authentication.",
+        unused=[NO_TEACHER],
+        refused=[NO_SERVICE],
     )
     n_connections: int | None = key(
         "Number of connections to each teacher service. Each has threads of its own, which matters for encryption. "
         "null: 4 with `auth_dir`, else 1.",
+        refused=[NO_SERVICE],
         ge=1,
         le=MAX_CONNECTIONS,
     )
@@ -123,6 +146,8 @@ class TeacherConfig:
         "Number of processes on each node of the actor pool that receive the teachers' results, which go from the "
         "service to the node that trains on them, not through the driver. More than one if one core cannot decode as "
         "fast as the network delivers. Used by `backend=zmq`.",
+        unused=[NO_TEACHER],
+        refused=[NO_SERVICE],
         ge=1,
         le=MAX_CONNECTIONS,
     )
@@ -130,26 +155,31 @@ class TeacherConfig:
         "Memory in GB, over all nodes of the actor pool, that the teachers' rows of batches may use until the batches "
         "are trained on. Generation of the next batch waits for it. One batch is always allowed. null: the rows "
         "that fill half of the object store of the node that gets most of them.",
+        unused=[NO_TEACHER],
         gt=0,
         le=MAX_STEPS,
     )
     on_failure: TeacherFailureMode = key(
         "Reaction to a request that fails or exceeds `timeout_s`. `fail`: the run ends. `wait`: the request is "
         "repeated for up to `max_wait_s`; a rejected request ends the run. `skip_samples`: its samples stay in the "
-        "batch without a distillation loss, up to `max_skipped_samples`."
+        "batch without a distillation loss, up to `max_skipped_samples`.",
+        unused=[NO_TEACHER],
     )
     max_wait_s: float = timeout(
         "all retries of one request, in seconds, from its first failure. After it the run ends. Used if `on_failure` "
         "is `wait`.",
         MAX_TEACHER_WAIT_S,
+        unused=[needs(lambda config: config.actor_rollout_ref.teacher.on_failure, "wait")],
     )
     max_skipped_samples: int = key(
         "Number of skipped samples above which the run ends. Resumed runs continue the count. Used if `on_failure` is "
         "`skip_samples`.",
+        unused=[needs(lambda config: config.actor_rollout_ref.teacher.on_failure, "skip_samples")],
         ge=0,
         le=MAX_STEPS,
     )
     sleep_between_batches: bool = key(
         "Let the teacher service release its GPUs except while it scores, so that teacher, rollout and actor can share "
-        "them. Needs `trainer.scheduler=sync`, and a service that scores for this run only."
+        "them. Needs `trainer.scheduler=sync`, and a service that scores for this run only.",
+        unused=[NO_TEACHER],
     )

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 from recipe_gkd.config.durations import duration_s, to_clock
 from recipe_gkd.config.limits import MAX_CPUS, MAX_DEVICES, MAX_EPOCHS, MAX_NODES, MAX_STEPS
 from recipe_gkd.config.schema.fields import STRICT, OutputPath, SourcePath, UserPath, key, null_to_list, timeout
+from recipe_gkd.config.schema.unused import NO_CHECKPOINTS, NO_TEACHER, NO_VALIDATION, needs, unused_with
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import split_spec
 
@@ -67,7 +68,10 @@ class ProfileConfig:
         "Steps, counted from 1, whose update is recorded by torch's profiler. The traces are written to the run folder "
         "as `profile/step_N_rank_R.json.gz`. Empty: no profile."
     )
-    ranks: list[ProfiledRank] = key("Ranks of the actor that are recorded.")
+    ranks: list[ProfiledRank] = key(
+        "Ranks of the actor that are recorded.",
+        unused=[unused_with(lambda config: config.trainer.profile.steps, [], "[3]")],
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -91,7 +95,10 @@ class TrainerConfig:
         "Number of GPUs per node of the actor pool (CPU slots if `device` is `cpu`).", ge=1, le=MAX_DEVICES
     )
     total_epochs: int = key(
-        "Number of passes over the training data. Ignored if `total_training_steps` is set.", ge=1, le=MAX_EPOCHS
+        "Number of passes over the training data. Ignored if `total_training_steps` is set.",
+        unused=[needs(lambda config: config.trainer.total_training_steps, None)],
+        ge=1,
+        le=MAX_EPOCHS,
     )
     total_training_steps: int | None = key(
         "Number of training steps, over as many epochs as needed. null: `total_epochs` determines it.",
@@ -106,12 +113,14 @@ class TrainerConfig:
     max_actor_ckpt_to_keep: int | None = key(
         "Number of recent checkpoints to keep. The best checkpoint is kept in addition. Older ones are removed after "
         "each save. null: keep all.",
+        unused=[NO_CHECKPOINTS],
         ge=1,
         le=MAX_STEPS,
     )
     save_failures_allowed: int = key(
         "Maximum number of failed saves (full disk, killed writer, timeout). One more ends the run with an error. A "
         "resumed run starts at 0.",
+        unused=[NO_CHECKPOINTS],
         ge=0,
         le=MAX_STEPS,
     )
@@ -119,9 +128,12 @@ class TrainerConfig:
     val_before_train: bool = key("Validate before the first step.")
     val_kl: bool | None = key(
         "Report the KL divergence between student and teacher on the validation responses, as `val/SOURCE/kl`. null: "
-        "only without a reward function."
+        "only without a reward function.",
+        unused=[NO_TEACHER, NO_VALIDATION],
     )
-    log_val_generations: int = key("Number of responses to log at each validation.", ge=0, le=MAX_STEPS)
+    log_val_generations: int = key(
+        "Number of responses to log at each validation.", unused=[NO_VALIDATION], ge=0, le=MAX_STEPS
+    )
     best_metric: str | None = key(
         "Validation metric that selects the best checkpoint, such as `val/gsm8k/compute_score`. The checkpoint with "
         "the highest value, or the lowest KL divergence, is kept and linked as `best`. With `val_before_train` it must "

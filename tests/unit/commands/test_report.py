@@ -27,7 +27,7 @@ from recipe_gkd.commands.report.series import Series, duration, log_ticks, numbe
 from recipe_gkd.commands.report.settings import HIDDEN, hide_secrets
 from recipe_gkd.commands.report.stage_charts import stage_times
 from recipe_gkd.commands.report.trace_chart import last_updates, read_spans
-from recipe_gkd.config.load import known_keys
+from recipe_gkd.config.key_types import known_keys
 from recipe_gkd.metrics.run_events import RunEvents
 from recipe_gkd.metrics.trace import TraceFile
 from tests._support.browser import CHROMIUM, browser_page

@@ -12,7 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from recipe_gkd.config.__main__ import main as print_keys
 from recipe_gkd.config.aliases import find_alias, migration_tables, unknown_key_error
 from recipe_gkd.config.foreign_keys import PROJECTS, ForeignKey
-from recipe_gkd.config.load import FREE_FORM_SECTIONS, known_keys, list_keys, read_config
+from recipe_gkd.config.key_types import keys_of_type, known_keys
+from recipe_gkd.config.load import read_config
 from recipe_gkd.config.overrides import OverrideRules
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import CONFIG_NAME, REQUIRED
@@ -22,7 +23,7 @@ from tests._support.repository import REPO
 KNOWN = list(known_keys())
 ENTRIES = [entry for project in PROJECTS for entry in project.keys]
 NAMES = [name for entry in ENTRIES for name in entry.names]
-LISTS = list_keys()
+LISTS = keys_of_type(list)
 RULES = OverrideRules(known=KNOWN, free_form=(), is_group=lambda name: False, lists=LISTS)
 
 
@@ -273,7 +274,7 @@ class TestOtherProjects:
 
     def test_override_of_verl_is_accepted_or_answered(self) -> None:
         """Check the numbers of docs/migration.md."""
-        rules = OverrideRules(known=KNOWN, free_form=FREE_FORM_SECTIONS, is_group=lambda name: False)
+        rules = OverrideRules(known=KNOWN, free_form=keys_of_type(dict), is_group=lambda name: False)
         checked = {override: rules.check([override]) for override in OVERRIDES_OF_VERL}
         refused = [override for override, one in checked.items() if one.problems]
         aliases = [find_alias(checked[override].problems[0].keys[0]) for override in refused]
@@ -334,7 +335,7 @@ class TestGrammar:
 
 def proposed_value(override: str, before: str = "shell: ") -> object:
     """Return the value of the override that the remedy proposes after the words ``before``."""
-    rules = dataclasses.replace(RULES, free_form=FREE_FORM_SECTIONS)
+    rules = dataclasses.replace(RULES, free_form=keys_of_type(dict))
     (problem,) = rules.check([override]).problems
     (proposed,) = shlex.split(problem.remedy.rpartition(before)[2].partition("; for one value")[0])
     (accepted,) = rules.check([proposed]).accepted

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from recipe_gkd.checkpoints.resume_hint import resume_hint
 from recipe_gkd.commands.arguments import config_parser
 from recipe_gkd.config.caller import VARIABLE
-from recipe_gkd.config.load import compose_config
+from recipe_gkd.config.compose import compose_config
 from tests._support.base_config import CONFIG_NAME, REQUIRED
 from tests._support.checkpoint_files import write_checkpoints
 from tests.unit.config.test_paths import value_of

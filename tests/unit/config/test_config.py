@@ -8,7 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe_gkd.config import config_dir, load_config
-from recipe_gkd.config.load import compose_config, known_keys
+from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.key_types import known_keys
 from recipe_gkd.config.teachers import addresses, names
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import CONFIG_NAME, REQUIRED, base_config

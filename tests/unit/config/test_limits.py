@@ -30,7 +30,9 @@ from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.microbatch import micro_batches
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.config import Config, limits, ranges
-from recipe_gkd.config.load import compose_config, known_keys, to_config
+from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.key_types import known_keys
+from recipe_gkd.config.load import to_config
 from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.config.validate import validate
 from recipe_gkd.data.prompts import PromptData, PromptLoader

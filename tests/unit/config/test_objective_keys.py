@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from recipe_gkd.config.__main__ import reference
-from recipe_gkd.config.objective import loss_name, uses_custom_loss, uses_sampled_token_loss
+from recipe_gkd.config.conditions import uses_custom_loss, uses_sampled_token_loss
+from recipe_gkd.config.objective import loss_name
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses.distributions import TAIL_MODES
 from recipe_gkd.losses.kernel_backend import KERNEL_BACKENDS

@@ -10,8 +10,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe_gkd.commands.data import inspect
-from recipe_gkd.config.key_types import type_of
-from recipe_gkd.config.load import compose_config, description, known_keys, to_config
+from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.key_types import description, known_keys, type_of
+from recipe_gkd.config.load import to_config
 from recipe_gkd.config.schema.fields import expand_home
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import CONFIG_NAME, REQUIRED

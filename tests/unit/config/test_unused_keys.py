@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from recipe_gkd import main_gkd
-from recipe_gkd.config.load import LoadedConfig, compose_config, known_keys, read_config, value_at
-from recipe_gkd.config.unused_keys import UNUSED_KEYS, UnusedKeys
+from recipe_gkd.config.compose import default_values, value_at
+from recipe_gkd.config.key_types import known_keys
+from recipe_gkd.config.keys import key_name
+from recipe_gkd.config.load import LoadedConfig, read_config
+from recipe_gkd.config.schema.unused import NO_MEGATRON, NO_REWARDED_RESPONSE, NO_SERVICE, UnusedWhen
+from recipe_gkd.config.unused_keys import unused_conditions, unused_key_problems
 from tests._support import custom_losses
 from tests._support.base_config import CONFIG_NAME, REQUIRED
 
@@ -30,7 +34,7 @@ CONDITIONS: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{ACTOR}.optim.lr_warmup_steps_ratio", f"{ACTOR}.optim.lr_warmup_steps"): (f"{ACTOR}.optim.lr_warmup_steps=5",),
     (f"{ACTOR}.checkpoint.save_contents", "trainer.save_freq"): ("trainer.save_freq=-1",),
     (f"{ACTOR}.checkpoint.load_contents", "trainer.resume_mode"): ("trainer.resume_mode=disable",),
-    (f"{TEACHER}.server_ip", "gkd.enable_teacher"): ("gkd.enable_teacher=false", "gkd.sft_share=1"),
+    ("data.teacher_prompt_key", "gkd.enable_teacher"): ("gkd.enable_teacher=false", "gkd.sft_share=1"),
     (f"{TEACHER}.server_ip", f"{TEACHER}.teachers"): (f"{TEACHER}.teachers.a=host:1",),
     ("gkd.distill_loss_type", "gkd.custom_loss.path"): (LOSS,),
     ("gkd.tail", "gkd.distill_loss_type"): ("gkd.distill_loss_type=k1",),
@@ -65,6 +69,7 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
     "gkd.use_rl_loss": (REWARD, f"{ROLLOUT}.n=4"),
     "trainer.test_freq": VALIDATION,
     HYBRID: (SYNC,),
+    "gkd.custom_loss.path": ("gkd.custom_loss.name=null",),
 }
 # Values of keys whose default selects nothing.
 VALUES = {
@@ -86,7 +91,6 @@ VALUES = {
     "custom_reward_function.functions": "{format: rewards.py}",
     "trainer.val_kl": "true",
 }
-DEFAULTS: Any = OmegaConf.to_container(compose_config(CONFIG_NAME), resolve=False)
 
 
 def read(*overrides: str) -> LoadedConfig:
@@ -95,42 +99,73 @@ def read(*overrides: str) -> LoadedConfig:
 
 def setting(name: str) -> str:
     """Return an override that sets the key, to its default if that is a value."""
-    value = VALUES.get(name, value_at(DEFAULTS, name))
+    value = VALUES.get(name, value_at(default_values(CONFIG_NAME), name))
     return f"{name}={str(value).lower() if isinstance(value, bool) else value}".replace("'", "").replace(" ", "")
 
 
-def warned_with(rule: UnusedKeys, warnings: list[str]) -> set[str]:
-    """Return the keys of the rule that warnings name with its reason."""
-    found = (text for text in warnings if f" has no effect with {rule.because}=" in text)
-    return {text.partition("=")[0] for text in found} & set(rule.keys)
+def rules() -> list[tuple[UnusedWhen, tuple[str, ...]]]:
+    """Return each condition of the schema with the keys that have it. Keys that exclude each other are separate."""
+    found: dict[UnusedWhen, tuple[str, ...]] = {}
+    for name, field in known_keys().items():
+        for unused in unused_conditions(field):
+            found[unused] = (*found.get(unused, ()), name)
+    exclusive = [(NO_REWARDED_RESPONSE, (name,)) for name in found.pop(NO_REWARDED_RESPONSE)]
+    return [*found.items(), *exclusive]
 
 
-def rule_id(rule: UnusedKeys) -> str:
-    return f"{rule.keys[0]}-{rule.because}"
+RULES = rules()
 
 
-def test_keys_of_the_table_exist() -> None:
-    known = known_keys()
-    for rule in UNUSED_KEYS:
-        assert {*rule.keys, rule.because} <= known.keys()
-        enabling = rule.enable.partition("=")[0]
-        assert enabling in known or any(key.startswith(f"{enabling}.") for key in known)
+def warned_with(unused: UnusedWhen, keys: tuple[str, ...], warnings: list[str]) -> set[str]:
+    """Return those of the keys that warnings name with the reason of the condition."""
+    found = (text for text in warnings if f" has no effect with {key_name(unused.because)}=" in text)
+    return {text.partition("=")[0] for text in found} & set(keys)
 
 
-@pytest.mark.parametrize("rule", UNUSED_KEYS, ids=rule_id)
-def test_unused_key_is_reported_until_it_is_enabled(rule: UnusedKeys) -> None:
-    conditions = CONDITIONS.get((rule.keys[0], rule.because), ())
-    others = [text for text in conditions if text.partition("=")[0] not in rule.keys]
-    settings = [*(setting(name) for name in rule.keys), *others]
+def rule_id(part: Any) -> str:
+    return key_name(part.because) if isinstance(part, UnusedWhen) else str(part[0])
+
+
+def test_conditions_of_the_schema_are_found() -> None:
+    assert len(RULES) > 40
+
+
+@pytest.mark.parametrize(("unused", "keys"), RULES, ids=rule_id)
+def test_unused_key_is_reported_until_it_is_enabled(unused: UnusedWhen, keys: tuple[str, ...]) -> None:
+    because = key_name(unused.because)
+    conditions = CONDITIONS.get((keys[0], because), ())
+    others = [text for text in conditions if text.partition("=")[0] not in keys]
+    settings = [*(setting(name) for name in keys), *others]
     warnings = list(read(*settings).warnings)
-    assert warned_with(rule, warnings) == set(rule.keys)
-    assert all(f"{rule.remedy or f'set {rule.enable}'}, or leave" in text for text in warnings if rule.because in text)
+    assert warned_with(unused, keys, warnings) == set(keys)
+    remedy = unused.remedy or f"set {because}={unused.enable}"
+    assert all(f"{remedy}, or leave" in text for text in warnings if because in text)
 
-    enabled = rule.enable.partition("=")[0]
-    kept = [text for text in settings if not text.startswith((f"{enabled}=", f"{enabled}."))]
-    companions = [text for text in COMPANIONS.get(enabled, ()) if text not in kept]
-    loaded = read(*kept, *companions, rule.enable)
-    assert not rule.is_unused(loaded.config) and not warned_with(rule, list(loaded.warnings))
+    kept = [text for text in settings if not text.startswith((f"{because}=", f"{because}."))]
+    companions = [text for text in COMPANIONS.get(because, ()) if text not in kept]
+    loaded = read(*kept, *companions, f"{because}={unused.enable}")
+    assert not unused.condition(loaded.config) and not warned_with(unused, keys, list(loaded.warnings))
+
+
+REFUSED = [(name, rule) for name, field in known_keys().items() for rule in field.metadata["refused"]]
+REFUSED_IF = {
+    NO_MEGATRON: (f"{ACTOR}.strategy=fsdp",),
+    NO_SERVICE: (f"{TEACHER}.backend=hf", f"{TEACHER}.model_path=x"),
+}
+
+
+@pytest.mark.parametrize(("name", "unused"), REFUSED, ids=lambda part: part if isinstance(part, str) else rule_id(part))
+def test_other_value_than_default_is_refused_if_nothing_reads_it(name: str, unused: UnusedWhen) -> None:
+    config = read(*REFUSED_IF.get(unused, ())).config
+    section, _, field = name.rpartition(".")
+    object.__setattr__(attrgetter(section)(config), field, "other")
+    [problem] = [problem for problem in unused_key_problems(config) if problem.keys[0] == name]
+    assert problem.keys == (name, key_name(unused.because)) and problem.remedy.endswith(f"={unused.enable}")
+
+
+def test_keys_of_both_training_backends_are_refused() -> None:
+    sections = [name.rpartition(".")[0] for name, _ in REFUSED]
+    assert [sections.count(f"{ACTOR}.{section}") for section in ("megatron", "fsdp_config", "lora")] == [12, 6, 2]
 
 
 def test_keys_that_the_user_did_not_set_are_not_reported() -> None:

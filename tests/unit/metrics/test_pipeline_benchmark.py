@@ -14,7 +14,7 @@ from pipeline_replay import curve
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
-from recipe_gkd.config.load import compose_config
+from recipe_gkd.config.compose import compose_config
 from recipe_gkd.pipeline.config import PipelineConfig
 from tests._support.base_config import CONFIG_NAME, REQUIRED
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from recipe_gkd.config.load import known_keys
+from recipe_gkd.config.key_types import known_keys
 from recipe_gkd.errors import DataError, WorkerError
 from recipe_gkd.runtime.out_of_memory import (
     ADVICE,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
-from recipe_gkd.config import Config, load
+from recipe_gkd.config import Config, compose, config_dir
 from recipe_gkd.errors import ConfigError, VocabularyMismatch
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import check_teacher
@@ -81,10 +81,10 @@ class TestConfig:
 
     def test_hf_accepts_changed_defaults_of_the_service(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = tmp_path / "config"
-        shutil.copytree(load.config_dir(), folder)
+        shutil.copytree(config_dir(), folder)
         section = folder / "teacher" / "zmq.yaml"
         section.write_text(section.read_text().replace("server_port: 15555", "server_port: 15999"))
-        monkeypatch.setattr(load, "config_dir", lambda: folder)
+        monkeypatch.setattr(compose, "config_dir", lambda: folder)
         assert configured("backend=hf", "model_path=x").actor_rollout_ref.teacher.server_port == 15999
         with raises(ConfigError, keys=(f"{KEY}.server_port", f"{KEY}.backend")):
             configured("backend=hf", "model_path=x", "server_port=15555")

@@ -16,9 +16,10 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from recipe_gkd.config import Config, load_config
+from recipe_gkd.config.prompt_settings import PromptSettings, prompt_settings
 from recipe_gkd.config.prompt_template import fill, template_fields, template_problem
 from recipe_gkd.config.schema.teacher import TeacherEntry
-from recipe_gkd.config.teachers import PromptSettings, auth_dirs, prompt_settings
+from recipe_gkd.config.teachers import auth_dirs
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Response
 from recipe_gkd.data.tokenization import ChatTemplate

@@ -1,0 +1,83 @@
+"""Conditions on the values of a configuration: what a run reads, computes and writes.
+
+The schema imports this module, which imports the schema for its types only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from recipe_gkd.config.schema import Config, GkdConfig
+    from recipe_gkd.config.schema.reward import RewardFailureMode
+
+
+def uses_teacher(gkd: GkdConfig) -> bool:
+    """Return True if the responses of a run are scored by a teacher."""
+    if gkd.enable_teacher is not None:
+        return gkd.enable_teacher
+    return gkd.distill_loss_coef > 0 and not (gkd.sft_share == 1 and gkd.sft_target == "data")
+
+
+def uses_custom_loss(gkd: GkdConfig) -> bool:
+    """Return True if a user's function replaces ``gkd.distill_loss_type``."""
+    return gkd.custom_loss.path is not None
+
+
+def uses_sampled_token_loss(gkd: GkdConfig) -> bool:
+    """Return True if the distillation loss depends on the sampled token alone."""
+    from recipe_gkd.losses.registry import sampled_token_loss_names
+
+    return not uses_custom_loss(gkd) and gkd.distill_loss_type in sampled_token_loss_names()
+
+
+def uses_group_baseline(gkd: GkdConfig) -> bool:
+    """Return True if the distillation loss subtracts the mean over the other responses to the same prompt."""
+    return not uses_custom_loss(gkd) and gkd.distill_loss_type == "k1" and gkd.baseline == "group"
+
+
+def has_loss_parameter(gkd: GkdConfig, name: str) -> bool:
+    """Return True if the divergence ``gkd.distill_loss_type`` has a parameter of this name."""
+    from recipe_gkd.losses.registry import get_divergence
+
+    return not uses_sampled_token_loss(gkd) and name in get_divergence(gkd.distill_loss_type).parameters
+
+
+def has_reward(config: Config) -> bool:
+    """Return True if the configuration has a reward function."""
+    section = config.custom_reward_function
+    return section.path is not None or bool(section.functions)
+
+
+def failure_mode(config: Config) -> RewardFailureMode:
+    """Return ``custom_reward_function.on_failure``, or its default value for this configuration."""
+    chosen = config.custom_reward_function.on_failure
+    return chosen if chosen is not None else "fail" if config.gkd.use_rl_loss else "skip"
+
+
+def saves_checkpoints(config: Config) -> bool:
+    """Return True if the run saves checkpoints: at intervals, or of the best weights."""
+    return config.trainer.save_freq > 0 or config.trainer.best_metric is not None
+
+
+def runs_validation(config: Config) -> bool:
+    """Return True if the run validates at least once."""
+    return config.trainer.test_freq > 0 or config.trainer.val_before_train
+
+
+def trains_on_rewards(config: Config) -> bool:
+    """Return True if training responses get rewards, for a loss or for metrics."""
+    return has_reward(config) and (config.gkd.use_rl_loss or config.custom_reward_function.on_training)
+
+
+def needs_rewards(config: Config) -> bool:
+    """Return True if any response gets a reward."""
+    return trains_on_rewards(config) or (has_reward(config) and runs_validation(config))
+
+
+def validates_kl(config: Config) -> bool:
+    """Return True if validation reports KL divergences. By default it does if there is no reward function."""
+    is_on = config.trainer.val_kl
+    if is_on is None:
+        is_on = not has_reward(config)
+    return is_on and uses_teacher(config.gkd) and runs_validation(config)
