@@ -38,16 +38,16 @@ import transformers
 from torch import Tensor
 
 from recipe_gkd.actor import update
+from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan
+from recipe_gkd.actor.batch.prefetch import Prefetcher
 from recipe_gkd.actor.fsdp import forward_backward as fsdp
 from recipe_gkd.actor.megatron import forward_backward as megatron
-from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
-from recipe_gkd.actor.prefetch import Prefetcher
 from recipe_gkd.actor.ranks import RankSpec
-from recipe_gkd.actor.shards import shard_batch
 from recipe_gkd.actor.student_actor import StudentActor
 from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.config import load_config
 from recipe_gkd.data.samples import Prompt, Sample
+from recipe_gkd.data.sharding import shard_batch
 from recipe_gkd.losses import Divergence, topk_divergence
 from recipe_gkd.weight_sync.store import open_store
 

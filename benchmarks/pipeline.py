@@ -4,10 +4,10 @@
     python benchmarks/pipeline.py --replay RUN/metrics.jsonl      step times of that run with other pools and schedules
 
 A load shape consists of the durations of generation, scoring and update of a batch. For each shape and schedule, the
-benchmark prints the steady-state step time divided by ``recipe_gkd.metrics.step_time_model.step_bound`` of the same
-stages, which are measured without overlap. It also prints the speedup over ``sync`` without streaming, where the
-teacher receives whole batches. Every schedule runs twice: with responses streamed to the teacher as they finish, as in
-training (the main figures), and batch by batch, which the bound describes.
+benchmark prints the steady-state step time divided by ``step_bound`` of ``recipe_gkd.metrics.advice.step_time_model``
+for the same stages, which are measured without overlap. It also prints the speedup over ``sync`` without streaming,
+where the teacher receives whole batches. Every schedule runs twice: with responses streamed to the teacher as they
+finish, as in training (the main figures), and batch by batch, which the bound describes.
 
 A sync (``--sync``: 3 % of a balanced stage) blocks the actor and the rollout workers, and the bound does not include
 it. If one of these two is the slowest stage, ``step_over_bound`` is at least 1 plus the sync's share.
@@ -34,7 +34,7 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive, idle
 
 from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.errors import GkdError
-from recipe_gkd.metrics.step_time_model import step_bound
+from recipe_gkd.metrics.advice.step_time_model import step_bound
 from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.runtime.clock import now
 

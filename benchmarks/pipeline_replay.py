@@ -20,9 +20,9 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive
 from recipe_gkd.config.load import to_config
 from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.errors import ConfigError, DataError
-from recipe_gkd.metrics.measured_stages import NEEDED, mean, stage_seconds, usual
-from recipe_gkd.metrics.resource_layout import ResourceLayout
-from recipe_gkd.metrics.what_if import splits_of
+from recipe_gkd.metrics.advice.measured_stages import NEEDED, mean, stage_seconds, usual
+from recipe_gkd.metrics.advice.resource_layout import ResourceLayout
+from recipe_gkd.metrics.advice.what_if import splits_of
 from recipe_gkd.pipeline.config import PipelineConfig
 
 RESPONSES_PER_REPLICA = 16

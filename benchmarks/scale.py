@@ -48,21 +48,22 @@ from scale_stages import (
     running_teacher,
 )
 
-from recipe_gkd.actor.shards import Sharding, token_cost
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.cluster import Cluster
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
 from recipe_gkd.data.samples import Prompt
+from recipe_gkd.data.sharding import Sharding, token_cost
 from recipe_gkd.ray_cluster.connection import start_local_cluster
 from recipe_gkd.ray_cluster.node_probe import own_node
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime.stop_request import StopRequest
-from recipe_gkd.scoring.homes import Homes
-from recipe_gkd.scoring.pool import ScoringPool
-from recipe_gkd.scoring.requests import TeacherRequest
-from recipe_gkd.teacher_routing import Routes, open_teachers
+from recipe_gkd.teachers.router import open_teachers
+from recipe_gkd.teachers.routes import Routes
+from recipe_gkd.teachers.scoring.homes import Homes
+from recipe_gkd.teachers.scoring.pool import ScoringPool
+from recipe_gkd.teachers.scoring.requests import TeacherRequest
 from recipe_gkd.trainer import Trainer
 from teacher.records import TeacherSequence
 

@@ -20,7 +20,7 @@ import numpy as np
 from teacher_processes import TIMEOUT_S, free_port
 
 from recipe_gkd.data.samples import Prompt, Response, Sample
-from recipe_gkd.scoring.fetch import with_top_k
+from recipe_gkd.teachers.scoring.fetch import with_top_k
 from teacher import ScoredSequence, TeacherRequestError, TeacherSequence
 from teacher.proxy import Proxy
 from teacher.proxy.proxy_sockets import SocketSettings

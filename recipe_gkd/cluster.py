@@ -11,15 +11,15 @@ from typing import cast
 import ray
 from ray.exceptions import RayError
 
-from recipe_gkd.actor.kl_sums import KlSums
+from recipe_gkd.actor.objective.kl_sums import KlSums
 from recipe_gkd.actor.ranks import RankReport
 from recipe_gkd.actor.ray_worker import ActorWorker
-from recipe_gkd.actor.shards import Sharding
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, ROLLOUT_TIMEOUT, timeout_of
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response, Sample
+from recipe_gkd.data.sharding import Sharding
 from recipe_gkd.errors import DeadlineError, GkdError, WorkerDied
 from recipe_gkd.ray_cluster.actor_restarts import ActorRestarts
 from recipe_gkd.ray_cluster.capacity import ClusterCapacity
@@ -31,8 +31,8 @@ from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime.keyed_timeout import with_margin
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.runtime.wait_log import waiting_for
-from recipe_gkd.scoring.homes import Homes
-from recipe_gkd.scoring.pool import ScoringPool
+from recipe_gkd.teachers.scoring.homes import Homes
+from recipe_gkd.teachers.scoring.pool import ScoringPool
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 
 log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class Cluster:
             "rollout/restarts": float(self.restarts.n_restarts),
         }
         if self.scoring is not None:
-            counts["scoring/restarts"] = float(self.scoring.n_restarts)
+            counts["teachers/scoring/restarts"] = float(self.scoring.n_restarts)
         return counts | await self.store_usage.metrics()
 
     async def replace_dead_rollouts(self, death: WorkerDied) -> None:

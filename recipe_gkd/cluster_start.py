@@ -14,7 +14,6 @@ from ray.actor import ActorHandle
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.actor.ranks import RankReport
 from recipe_gkd.actor.ray_worker import ActorWorker
-from recipe_gkd.actor.shards import Cost, Sharding, token_cost
 from recipe_gkd.actor.student_dims import read_student_dims
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.cluster import SCORING_CONNECT_S, ActorReports, Cluster
@@ -23,6 +22,7 @@ from recipe_gkd.config.hybrid_engine import hybrid_cuda_problems
 from recipe_gkd.config.startup import startup_timeout_s
 from recipe_gkd.config.timeouts import SYNC_TIMEOUT, timeout_of
 from recipe_gkd.config.weight_transport import weight_transport
+from recipe_gkd.data.sharding import Cost, Sharding, token_cost
 from recipe_gkd.diagnostics.collect import diagnose, with_diagnosis
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.memory_budget import check_budget
@@ -48,9 +48,9 @@ from recipe_gkd.rollout.environment import worker_environment as rollout_environ
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup, run_to_end
 from recipe_gkd.runtime.worker_variables import worker_variables
-from recipe_gkd.scoring.homes import Homes
-from recipe_gkd.scoring.pool import ScoringPool
-from recipe_gkd.scoring.setup import start_scoring, warn_about_memory
+from recipe_gkd.teachers.scoring.homes import Homes
+from recipe_gkd.teachers.scoring.pool import ScoringPool
+from recipe_gkd.teachers.scoring.setup import start_scoring, warn_about_memory
 from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 from teacher.client import ClientSpec

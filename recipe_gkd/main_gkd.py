@@ -43,8 +43,8 @@ from recipe_gkd.data.rows import TRAINING, DataSet, read_data_set
 from recipe_gkd.diagnostics.exit_messages import leave_dead_streams, report_error, report_saved_stop, report_stop
 from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.hybrid import teacher_asleep
-from recipe_gkd.metrics.logger_checks import check_loggers
-from recipe_gkd.metrics.prometheus_logger import check_metrics_port
+from recipe_gkd.metrics.loggers.logger_checks import check_loggers
+from recipe_gkd.metrics.loggers.prometheus_logger import check_metrics_port
 from recipe_gkd.metrics.run_events import RunEvents
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import (
@@ -64,14 +64,10 @@ from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_sign
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import run_until
 from recipe_gkd.runtime.wait_log import waiting_for
-from recipe_gkd.teacher_routing import (
-    Routes,
-    Teachers,
-    make_teacher_prompts,
-    open_teachers,
-    read_routes,
-    with_worker_count,
-)
+from recipe_gkd.teachers.prompts import make_teacher_prompts
+from recipe_gkd.teachers.router import Teachers, open_teachers
+from recipe_gkd.teachers.routes import Routes, read_routes
+from recipe_gkd.teachers.worker_count import with_worker_count
 from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation import read_validation
 

@@ -24,8 +24,8 @@ from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.model_files import Student, check_tied_output_layer, check_tokenizer_files, check_weight_files
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
-from recipe_gkd.teacher_routing.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
-from recipe_gkd.teacher_routing.vocabularies import check_vocabulary
+from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
+from recipe_gkd.teachers.vocabularies import check_vocabulary
 from teacher.client import TeacherClient
 from teacher.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.machine_checks import driver_release
@@ -160,7 +160,7 @@ def check_metric_names(config: Config) -> None:
         ConfigError: A metric has the name of another metric.
     """
     if uses_custom_loss(config.gkd):
-        from recipe_gkd.actor.loss_metrics import sum_names  # imports torch
+        from recipe_gkd.actor.objective.loss_metrics import sum_names  # imports torch
 
         sum_names(config.gkd, names(config.actor_rollout_ref.teacher))
 

@@ -28,7 +28,7 @@ from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import CheckpointError, GkdError, RewardError, WeightSyncError
 from recipe_gkd.hybrid import open_devices
 from recipe_gkd.hybrid.sync_probe import mismatch_guard
-from recipe_gkd.metrics.loggers import Loggers
+from recipe_gkd.metrics.loggers.loggers import Loggers
 from recipe_gkd.metrics.run_summary import RunSummary
 from recipe_gkd.metrics.sample_record import SampleRecord
 from recipe_gkd.metrics.steps import StepMetrics, span
@@ -43,8 +43,9 @@ from recipe_gkd.runtime.remote_group import R, Ts
 from recipe_gkd.runtime.run_log import log_to_file
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import in_thread
-from recipe_gkd.scoring.setup import max_row_bytes
-from recipe_gkd.teacher_routing import Routes, Teachers
+from recipe_gkd.teachers.router import Teachers
+from recipe_gkd.teachers.routes import Routes
+from recipe_gkd.teachers.scoring.setup import max_row_bytes
 from recipe_gkd.validation import Validation
 from recipe_gkd.validation_kl import KlStages, ResponseKl, measure_kl
 from teacher.errors import TeacherError
@@ -344,7 +345,7 @@ class Trainer:
         self.devices.prepare_update()
 
     async def score(self, group: Sequence[tuple[Prompt, Response]], step: int) -> list[Sample]:
-        """Return the samples of a group of responses; see :meth:`~recipe_gkd.teacher_routing.Teachers.score`."""
+        """Return the samples of a group of responses; see :meth:`~recipe_gkd.teachers.router.Teachers.score`."""
         async with self.devices.turn("score"):
             return await self.teachers.score(group, step)
 

@@ -49,7 +49,7 @@ from recipe_gkd.rewards.reporting import mean_numbers, reward_fields, scores_PN
 from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
 from recipe_gkd.runtime.pending_files import PendingFiles
 from recipe_gkd.runtime.threads import in_thread
-from recipe_gkd.teacher_routing import read_routes
+from recipe_gkd.teachers.routes import read_routes
 from recipe_gkd.validation_kl import FORWARD, REVERSE, ResponseKl
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Mapping
 
-from recipe_gkd.metrics.logger_interface import RunInfo
+from recipe_gkd.metrics.loggers.logger_interface import RunInfo
 
 COLUMNS = ("actor/kl_loss", "response_seq_len/average", "timing/step")
 

@@ -14,7 +14,7 @@ from teacher import ScoredSequence, TeacherInfo, tokenizer_fingerprint
 
 
 class UnigramTeacher:
-    """Implementation of ``recipe_gkd.teacher_routing.TeacherBackend``."""
+    """Implementation of ``recipe_gkd.teachers.backends.TeacherBackend``."""
 
     def __init__(self, config):
         self.counts_V = np.load(Path(config.model_path) / "counts.npy") + 1.0

@@ -2,5 +2,5 @@
 
 :class:`~recipe_gkd.actor.student_actor.StudentActor` is one rank of it and runs in any process.
 :class:`~recipe_gkd.actor.ray_worker.ActorWorker` is the same as a Ray actor.
-:func:`~recipe_gkd.actor.shards.shard_batch` divides a batch among the data-parallel ranks.
+:mod:`~recipe_gkd.data.sharding` divides a batch among the data-parallel ranks, in the driver.
 """

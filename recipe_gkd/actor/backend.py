@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
-from recipe_gkd.actor.device_batch import DeviceBatch
+from recipe_gkd.actor.batch.device_batch import DeviceBatch
 from recipe_gkd.actor.hidden_module import hidden_module
 from recipe_gkd.actor.megatron.transformer_impl import resolve_transformer_impl
 from recipe_gkd.actor.offload import OffloadedStates
@@ -26,8 +26,8 @@ from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult  # its import takes half a second in the driver
 
-    from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
-    from recipe_gkd.actor.objective import MicroBatchLosses
+    from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan
+    from recipe_gkd.actor.objective.objective import MicroBatchLosses
 
 LossFunction = Callable[[Student, DeviceBatch], "MicroBatchLosses"]
 """Function that computes the losses of the rows that predict a response token."""

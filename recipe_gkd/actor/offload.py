@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, UntypedStorage
 
-from recipe_gkd.actor.host_copy import HostCopy, host_copy
+from recipe_gkd.actor.checkpoint.host_copy import HostCopy, host_copy
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import WorkerError

@@ -16,7 +16,7 @@ from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
 from recipe_gkd.ray_cluster.placement import DeviceReport, device_report
 from recipe_gkd.runtime.out_of_memory import out_of_memory_explained
 from recipe_gkd.runtime.phase_memory import peak_bytes, reset_peak
-from recipe_gkd.scoring.fetch import with_top_k
+from recipe_gkd.teachers.scoring.fetch import with_top_k
 from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 from recipe_gkd.weight_sync.spec import TransportAddress
 from recipe_gkd.weight_sync.stats import TransferStats

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.actor.backend import Backend, build_backend
-from recipe_gkd.actor.checkpoint_writer import CheckpointWriter
-from recipe_gkd.actor.hf_save import save_hf_folder
-from recipe_gkd.actor.kl_sums import KlSums, kl_sums
-from recipe_gkd.actor.log_probs import Continuation, continuation_log_probs
+from recipe_gkd.actor.checkpoint.hf_save import save_hf_folder
+from recipe_gkd.actor.checkpoint.writer import CheckpointWriter
+from recipe_gkd.actor.objective.kl_sums import KlSums, kl_sums
+from recipe_gkd.actor.objective.log_probs import Continuation, continuation_log_probs
 from recipe_gkd.actor.offload import state_sizes
 from recipe_gkd.actor.profile import profiled
 from recipe_gkd.actor.ranks import Layout, RankReport, RankSpec, Rendezvous
@@ -165,13 +165,13 @@ class StudentActor:
         """Run one optimizer step, which changes the weights from version ``step`` to ``step + 1``.
 
         Args:
-            samples: Shard of this data-parallel rank; see :func:`~recipe_gkd.actor.shards.Sharding`. If the
+            samples: Shard of this data-parallel rank; see :func:`~recipe_gkd.data.sharding.Sharding`. If the
                 global batch has no response token, the weights remain unchanged.
             step: Optimizer step, counted from 0. It determines the learning rate.
 
         Returns:
             Metrics of the global batch, equal on all ranks: those of
-            :func:`~recipe_gkd.actor.loss_metrics.compute_loss_metrics`, ``actor/grad_norm`` before clipping,
+            :func:`~recipe_gkd.actor.objective.loss_metrics.compute_loss_metrics`, ``actor/grad_norm`` before clipping,
             ``actor/lr``, ``actor/micro_batches`` per rank, and ``perf/max_memory_allocated_gb``, the largest peak of a
             rank so far. With ``trainer.oom=split`` also ``actor/oom_splits``, the number of failed attempts of all
             updates, and ``actor/max_token_len``.
@@ -256,7 +256,7 @@ class StudentActor:
             step: Number of optimizer steps of the weights, for messages.
 
         Returns:
-            See :data:`~recipe_gkd.actor.kl_sums.KlSums`. The sum over all ranks is that of whole samples.
+            See :data:`~recipe_gkd.actor.objective.kl_sums.KlSums`. The sum over all ranks is that of whole samples.
 
         Raises:
             DataError: A sample of this rank is invalid. The actor remains usable, also after the next errors.

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_gkd.actor.backend import Backend, LossFunction
-from recipe_gkd.actor.host_arrays import ArrayPool
+from recipe_gkd.actor.batch.host_arrays import ArrayPool
+from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan, plan_micro_batches
 from recipe_gkd.actor.learning_rate import learning_rate
-from recipe_gkd.actor.loss_metrics import MAXIMA, compute_loss_metrics, sum_names
-from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan, plan_micro_batches
-from recipe_gkd.actor.objective import Objective
+from recipe_gkd.actor.objective.loss_metrics import MAXIMA, compute_loss_metrics, sum_names
+from recipe_gkd.actor.objective.objective import Objective
 from recipe_gkd.actor.offload import state_sizes
 from recipe_gkd.actor.token_limit import AttemptFailed, TokenLimit, Vote, next_limit
 from recipe_gkd.config.conditions import uses_custom_loss

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, except the content of ``actor/`` (see :mod:`recipe_gkd.actor.checkpoint_writer`).
+"""Checkpoints on disk, except the content of ``actor/`` (see :mod:`recipe_gkd.actor.checkpoint.writer`).
 
 ::
 

@@ -9,7 +9,7 @@ from recipe_gkd.config.keys import BACKEND
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import call_problem, load_attribute, split_spec
 
-_REMEDY = "correct it, see recipe_gkd.teacher_routing.TeacherBackend"
+_REMEDY = "correct it, see recipe_gkd.teachers.backends.TeacherBackend"
 _VALUE = object()
 _CALLS: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
     "hello": ("hello(timeout_s=...)", (), {"timeout_s": _VALUE}),
@@ -27,7 +27,7 @@ def load_backend_class(spec: str) -> type[Any]:
 
     Raises:
         ConfigError: The file or the class does not exist, the class lacks a method, or a signature does not accept the
-            arguments of `recipe_gkd.teacher_routing.TeacherBackend`.
+            arguments of `recipe_gkd.teachers.backends.TeacherBackend`.
     """
     path, name = split_spec(spec, key=BACKEND, example="my_teacher.py:MyTeacher; or zmq or hf")
     backend_class = load_attribute(path, name, key=BACKEND)

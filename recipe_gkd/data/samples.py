@@ -128,14 +128,14 @@ class TeacherTopK:
 class StoredTopK:
     """The teacher's most likely tokens at every response position, which are in the object store of a node.
 
-    Everything that does not grow with K is here; :mod:`recipe_gkd.scoring` fetches the rest.
+    Everything that does not grow with K is here; :mod:`recipe_gkd.teachers.scoring` fetches the rest.
 
     Attributes:
         block: Reference to the top-k of several responses: a list of pairs ``logps_TK, ids_TK`` as in
             :class:`TeacherTopK`, without rows for the positions that no teacher scored. None after the update.
         index: Position of this response in the block.
         n_bytes: Memory of the top-k of this response, in bytes.
-        home: Index of the node whose store has the block; see :class:`recipe_gkd.scoring.homes.Homes`.
+        home: Index of the node whose store has the block; see :class:`recipe_gkd.teachers.scoring.homes.Homes`.
         n_scored: Number of tokens that the teacher scored. They are the first of the response.
         sampled_logps_T: Log-probabilities of the response tokens, float32 [T].
     """

@@ -42,7 +42,7 @@ from recipe_gkd.hybrid.sync_probe import SyncProbe, needs_probe, probe_contexts
 from recipe_gkd.hybrid.turns import DevicePhase, Turns
 from recipe_gkd.hybrid.verification import request_ids
 from recipe_gkd.metrics.steps import span
-from recipe_gkd.teacher_routing import Teachers
+from recipe_gkd.teachers.router import Teachers
 from recipe_gkd.weight_sync.model_check import SYNC_METRIC, MismatchGuard
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from recipe_gkd.config import Config
-from recipe_gkd.teacher_routing import Teachers
+from recipe_gkd.teachers.router import Teachers
 from teacher.errors import TeacherError
 
 log = logging.getLogger(__name__)

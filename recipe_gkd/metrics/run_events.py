@@ -14,7 +14,7 @@ from typing import Any
 
 from recipe_gkd.checkpoints.run_folder import EVENTS
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.metrics.line_file import LineFile
+from recipe_gkd.metrics.loggers.line_file import LineFile
 from recipe_gkd.runtime.run_log import EVENT
 from recipe_gkd.runtime.signals import Terminated
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recipe_gkd.checkpoints.newest import newest_complete
-from recipe_gkd.metrics.measured_stages import WAITS
+from recipe_gkd.metrics.advice.measured_stages import WAITS
 
 STEP, LOSS = "timing/step", "actor/kl_loss"
 ACTIVITIES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_gkd.data.samples import Sample
-from recipe_gkd.metrics.jsonl_logger import JsonlLogger
+from recipe_gkd.metrics.loggers.jsonl_logger import JsonlLogger
 
 FILE = Path("training") / "samples.jsonl"
 

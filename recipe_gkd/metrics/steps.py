@@ -13,10 +13,10 @@ import psutil
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.samples import Sample
-from recipe_gkd.metrics.advice import Advisor
-from recipe_gkd.metrics.loggers import Loggers
-from recipe_gkd.metrics.measured_stages import WAITS
-from recipe_gkd.metrics.resource_layout import PoolSize, ResourceLayout
+from recipe_gkd.metrics.advice.advice import Advisor
+from recipe_gkd.metrics.advice.measured_stages import WAITS
+from recipe_gkd.metrics.advice.resource_layout import PoolSize, ResourceLayout
+from recipe_gkd.metrics.loggers.loggers import Loggers
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
 from recipe_gkd.metrics.utilization import ActorUtilization

@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, Any
 from recipe_gkd.config.keys import ROLLOUT
 from recipe_gkd.data.samples import Prompt
 from recipe_gkd.errors import GkdError, WorkerDied, WorkerError
-from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.engine_commands import Command, CommandQueue, settle
 from recipe_gkd.rollout.engine_factory import build_engine, describe_engine, watch_ranks
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.engine_requests import Deliver, RequestTable, add_log_probs_request, add_request
+from recipe_gkd.rollout.vllm.device_loss import is_device_loss
 from recipe_gkd.runtime.out_of_memory import MemoryPhase, is_out_of_memory, out_of_memory_error
 from teacher.engines.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure
 
 if TYPE_CHECKING:
-    from recipe_gkd.rollout.vllm_compat import LLMEngine
+    from recipe_gkd.rollout.vllm.compat import LLMEngine
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from recipe_gkd.errors import GkdError
 
 if TYPE_CHECKING:
-    from recipe_gkd.rollout.vllm_compat import LLMEngine
+    from recipe_gkd.rollout.vllm.compat import LLMEngine
 
 Command = Callable[["LLMEngine"], Any]
 

@@ -16,7 +16,7 @@ from recipe_gkd.runtime.scratch import scratch_folder
 from teacher.engines.head_dtype import head_overrides
 
 if TYPE_CHECKING:
-    from recipe_gkd.rollout.vllm_compat import LLMEngine
+    from recipe_gkd.rollout.vllm.compat import LLMEngine
 
 _CPU_BATCHED_TOKENS = 4096
 _UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
@@ -82,8 +82,9 @@ def _check_model_folder(folder: Path) -> None:
 
 
 def _build(options: EngineOptions) -> LLMEngine:
-    from recipe_gkd.rollout import vllm_calls, vllm_weights
-    from recipe_gkd.rollout import vllm_compat as vllm
+    from recipe_gkd.rollout.vllm import calls as vllm_calls
+    from recipe_gkd.rollout.vllm import compat as vllm
+    from recipe_gkd.rollout.vllm import weights as vllm_weights
 
     vllm.check_platform(options.device)
     vllm.keep_files_in(scratch_folder())
@@ -143,7 +144,7 @@ def step_budget(options: EngineOptions, cuda_default: int) -> dict[str, Any]:
 
 def describe_engine(engine: LLMEngine) -> EngineReport:
     """Return the settings of a started engine."""
-    from recipe_gkd.rollout import vllm_compat
+    from recipe_gkd.rollout.vllm import compat as vllm_compat
 
     return EngineReport(
         vllm=vllm_compat.vllm.__version__,
@@ -157,6 +158,6 @@ def describe_engine(engine: LLMEngine) -> EngineReport:
 
 def watch_ranks(engine: LLMEngine, on_death: Callable[[str], None]) -> None:
     """Call ``on_death`` when a tensor-parallel rank dies; see :func:`vllm_compat.watch_ranks`."""
-    from recipe_gkd.rollout import vllm_compat
+    from recipe_gkd.rollout.vllm import compat as vllm_compat
 
     vllm_compat.watch_ranks(engine, on_death)

@@ -17,7 +17,7 @@ from recipe_gkd.errors import GkdError, WorkerError
 from recipe_gkd.rollout.engine_commands import settle
 
 if TYPE_CHECKING:
-    from recipe_gkd.rollout.vllm_compat import LLMEngine, RequestOutput
+    from recipe_gkd.rollout.vllm.compat import LLMEngine, RequestOutput
 
 _MAX_LENGTH = key_name(lambda config: config.actor_rollout_ref.rollout.max_model_len)
 Deliver = Callable[[list[Response] | GkdError], None]
@@ -98,7 +98,7 @@ def add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dict
     Raises:
         WorkerError: The prompt is empty, or leaves no room for a response.
     """
-    from recipe_gkd.rollout.vllm_compat import RequestOutputKind, SamplingParams
+    from recipe_gkd.rollout.vllm.compat import RequestOutputKind, SamplingParams
 
     if not 0 < len(prompt.ids) < max_len:
         raise WorkerError(
@@ -133,7 +133,7 @@ def add_log_probs_request(engine: LLMEngine, request_id: str, ids: Sequence[int]
     Raises:
         WorkerError: There are fewer than two ids, or too many.
     """
-    from recipe_gkd.rollout.vllm_compat import RequestOutputKind, SamplingParams
+    from recipe_gkd.rollout.vllm.compat import RequestOutputKind, SamplingParams
 
     if not 1 < len(ids) < max_len:
         raise WorkerError(
@@ -167,7 +167,7 @@ def to_response(uid: int, output: RequestOutput, version: int) -> Response:
         output: Finished output.
         version: Current weights version of the engine, for a response without tokens.
     """
-    from recipe_gkd.rollout.vllm_compat import FlatLogprobs
+    from recipe_gkd.rollout.vllm.compat import FlatLogprobs
 
     completion = output.outputs[0]
     assert isinstance(completion.logprobs, FlatLogprobs)

@@ -11,7 +11,7 @@ weights ``wake("weights")``                          weights; weight updates, ``
 At level 1 the weights are in host memory meanwhile, and must have the same checksum after the wake-up. At level 2 they
 are lost, and the engine is invalid from ``sleep`` until a complete weight update; only the model's constants are
 compared. At level 0 nothing happens. On a CPU the states are the same, but the weights stay in memory; see
-:mod:`recipe_gkd.rollout.vllm_sleep`.
+:mod:`recipe_gkd.rollout.vllm.sleep`.
 
 A call that fails for another reason than a wrong checksum ends the engine, because its memory is then unknown.
 """
@@ -29,7 +29,7 @@ from recipe_gkd.rollout.weight_updates import Invalidity, WeightUpdates
 from recipe_gkd.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
 
 if TYPE_CHECKING:
-    from recipe_gkd.rollout.vllm_compat import LLMEngine
+    from recipe_gkd.rollout.vllm.compat import LLMEngine
 
 Part = Literal["weights", "kv_cache"]
 Checksums = Mapping[str, Mapping[str, int]]

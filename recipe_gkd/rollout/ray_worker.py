@@ -32,7 +32,7 @@ from recipe_gkd.weight_sync.spec import TransportAddress
 from recipe_gkd.weight_sync.stats import ReceivedUpdate
 
 if TYPE_CHECKING:
-    from recipe_gkd.rollout.vllm_compat import LLMEngine
+    from recipe_gkd.rollout.vllm.compat import LLMEngine
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from recipe_gkd.weight_sync.stats import ReceivedUpdate
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOutcome:
-    """Result of a method of :class:`~recipe_gkd.rollout.vllm_calls.WeightUpdateCalls`.
+    """Result of a method of :class:`~recipe_gkd.rollout.vllm.calls.WeightUpdateCalls`.
 
     Attributes:
         error: The exception, without its cause; None if there was none.

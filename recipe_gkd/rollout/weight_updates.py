@@ -28,7 +28,7 @@ from recipe_gkd.weight_sync.spec import TransportAddress
 from recipe_gkd.weight_sync.stats import ReceivedUpdate
 
 if TYPE_CHECKING:
-    from recipe_gkd.rollout.vllm_compat import LLMEngine
+    from recipe_gkd.rollout.vllm.compat import LLMEngine
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class WeightUpdates:
             version: Version of the weights.
             meta: Tensors of the update, in order.
             bucket_bytes: Maximum size of a bucket.
-            double_buffered: See :class:`recipe_gkd.rollout.vllm_weights.ReceiveUpdate`.
+            double_buffered: See :class:`recipe_gkd.rollout.vllm.weights.ReceiveUpdate`.
 
         Returns:
             Statistics of the slowest tensor-parallel rank.

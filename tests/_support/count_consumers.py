@@ -23,17 +23,17 @@ from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.teachers import addresses, n_connections, requests_per_batch
 from recipe_gkd.data.samples import Prompt, Response, Reward
 from recipe_gkd.errors import CheckpointError, WorkerDied
-from recipe_gkd.metrics.prometheus_logger import check_metrics_port
+from recipe_gkd.metrics.loggers.prometheus_logger import check_metrics_port
 from recipe_gkd.metrics.utilization import ActorUtilization
 from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.row_memory import RowMemory
 from recipe_gkd.ray_cluster.actor_restarts import ActorRestarts
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.rewards.items import RewardItem
-from recipe_gkd.scoring.pool import ScoringPool
-from recipe_gkd.scoring.requests import TeacherRequest
-from recipe_gkd.scoring.setup import max_row_bytes
-from recipe_gkd.teacher_routing.failure_policy import FailurePolicy
+from recipe_gkd.teachers.failure_policy import FailurePolicy
+from recipe_gkd.teachers.scoring.pool import ScoringPool
+from recipe_gkd.teachers.scoring.requests import TeacherRequest
+from recipe_gkd.teachers.scoring.setup import max_row_bytes
 from recipe_gkd.trainer import Trainer
 from recipe_gkd.validation import ScoredResponse, table_of
 from teacher.client import ClientSpec, TeacherClient

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from recipe_gkd.actor.device_batch import DeviceBatch, to_device
-from recipe_gkd.actor.loss_metrics import compute_loss_metrics, sum_names
-from recipe_gkd.actor.loss_terms import GlobalDenominators
-from recipe_gkd.actor.microbatch import pack
-from recipe_gkd.actor.objective import MicroBatchLosses, Objective
-from recipe_gkd.actor.staging import stage
+from recipe_gkd.actor.batch.device_batch import DeviceBatch, to_device
+from recipe_gkd.actor.batch.packing import pack
+from recipe_gkd.actor.batch.staging import stage
+from recipe_gkd.actor.objective.loss_metrics import compute_loss_metrics, sum_names
+from recipe_gkd.actor.objective.loss_terms import GlobalDenominators
+from recipe_gkd.actor.objective.objective import MicroBatchLosses, Objective
 from recipe_gkd.config.schema import CustomLossConfig, GkdConfig
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.losses.student_output import HiddenStates, Logits

@@ -38,7 +38,7 @@ def tamper_with_load(change: Callable[[Tensors], Tensors]) -> Callable[[Any], Ca
     """Return a fault that changes the tensors of a sync before the engine loads them."""
 
     def plant(_: Any) -> Callable[[], None]:
-        from recipe_gkd.rollout.vllm_reload import ModelReload
+        from recipe_gkd.rollout.vllm.reload import ModelReload
 
         load = ModelReload.load
         ModelReload.load = lambda self, tensors: load(self, change(list(tensors)))  # type: ignore[method-assign]
@@ -49,7 +49,7 @@ def tamper_with_load(change: Callable[[Tensors], Tensors]) -> Callable[[Any], Ca
 
 def keep_old_output_layer(_: Any) -> Callable[[], None]:
     """Do not pack the tied output layer again."""
-    from recipe_gkd.rollout import vllm_reload
+    from recipe_gkd.rollout.vllm import reload as vllm_reload
 
     refresh = vllm_reload.refresh_tied_heads
     vllm_reload.refresh_tied_heads = lambda model: None  # type: ignore[assignment]

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipe_gkd.actor.loss_terms import GlobalDenominators
 from recipe_gkd.actor.megatron.model_dims import LLAMA3_ROPE
-from recipe_gkd.actor.shards import shard_batch
+from recipe_gkd.actor.objective.loss_terms import GlobalDenominators
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+from recipe_gkd.data.sharding import shard_batch
 from tests._support.base_config import base_config
 
 DEVICE = os.environ.get("GKD_TEST_DEVICE", "cpu")
@@ -177,10 +177,10 @@ def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
     """Return the logits of one packed row of all samples, [N, V], on the last pipeline stage; None elsewhere."""
     from megatron.core import parallel_state as mpu
 
+    from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan
     from recipe_gkd.actor.megatron import patches
     from recipe_gkd.actor.megatron.forward_backward import run_micro_batches
-    from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
-    from recipe_gkd.actor.objective import MicroBatchLosses
+    from recipe_gkd.actor.objective.objective import MicroBatchLosses
 
     group = [_with_loss_in_all_rows(sample, uid) for uid, sample in enumerate(samples)]
     starts = torch.tensor([0, *(sample.n_tokens - 1 for sample in group)]).cumsum(0)

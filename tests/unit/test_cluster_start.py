@@ -12,9 +12,9 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from recipe_gkd import cluster_start
-from recipe_gkd.actor.shards import token_cost
 from recipe_gkd.cluster_start import start_cluster
 from recipe_gkd.config import Config
+from recipe_gkd.data.sharding import token_cost
 from recipe_gkd.errors import ConfigError, GkdError, ResourceError, UnexpectedError, WorkerError
 from recipe_gkd.ray_cluster import rollout_restarts, worker_group
 from recipe_gkd.ray_cluster.node_probe import ActorLocation

@@ -30,7 +30,7 @@ from recipe_gkd.config.schema import ProfileConfig
 from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.errors import CheckpointError, SavesFailed, WorkerError
 from recipe_gkd.metrics import run_summary
-from recipe_gkd.metrics.loggers import Loggers
+from recipe_gkd.metrics.loggers.loggers import Loggers
 from recipe_gkd.metrics.run_events import RunEvents, read_events
 from recipe_gkd.ray_cluster.connection import _write_timeline
 from recipe_gkd.rewards import RewardScorer

@@ -260,7 +260,7 @@ class TestImports:
 
     def test_scoring_worker_starts_without_large_imports(self) -> None:
         large = "[name for name in ('torch', 'transformers') if name in sys.modules]"
-        program = f"import sys, recipe_gkd.scoring.ray_worker; print({large})"
+        program = f"import sys, recipe_gkd.teachers.scoring.ray_worker; print({large})"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
         assert done.stdout.strip() == "[]"
 

@@ -22,7 +22,7 @@ from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.errors import DeadlineError, RewardError, WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.runtime.stop_request import StopRequest
-from recipe_gkd.teacher_routing import Routes
+from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation import read_validation
 from teacher.errors import TeacherUnavailable

@@ -28,10 +28,11 @@ from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.runtime.clock import now
-from recipe_gkd.scoring import setup
-from recipe_gkd.scoring.homes import Homes
-from recipe_gkd.scoring.pool import ScoringPool
-from recipe_gkd.teacher_routing import Routes, Teachers
+from recipe_gkd.teachers.router import Teachers
+from recipe_gkd.teachers.routes import Routes
+from recipe_gkd.teachers.scoring import setup
+from recipe_gkd.teachers.scoring.homes import Homes
+from recipe_gkd.teachers.scoring.pool import ScoringPool
 from recipe_gkd.trainer import RewardContext, Trainer
 from teacher.client import ClientSpec
 from teacher.errors import TeacherError, TeacherTimeout

@@ -30,7 +30,8 @@ from recipe_gkd.errors import CheckpointError, ConfigError, DataError, SavesFail
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItem
 from recipe_gkd.runtime.stop_request import StopRequest
-from recipe_gkd.teacher_routing import Routes, Teachers
+from recipe_gkd.teachers.router import Teachers
+from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation import Validation, read_validation
 from tests._support.base_config import base_config

@@ -12,7 +12,8 @@ import pytest
 from recipe_gkd.checkpoints.best import BestTracker
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.teacher_routing import Routes, Teachers
+from recipe_gkd.teachers.router import Teachers
+from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.validation import Validation
 from recipe_gkd.validation_kl import KlStages, measure_kl
 from tests._support.base_config import base_config

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipe_gkd.actor.backend import BackendReport, LossFunction
+from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.fsdp.checkpoint_load import check_checkpoint, load_checkpoint
 from recipe_gkd.actor.fsdp.checkpoint_save import FsdpSave
 from recipe_gkd.actor.fsdp.forward_backward import evaluate_micro_batches, run_micro_batches
@@ -25,7 +26,6 @@ from recipe_gkd.actor.fsdp.optimizer import clip_and_step, gradient_norm, keep_p
 from recipe_gkd.actor.fsdp.output_layer import ensure_output_layer_is_last
 from recipe_gkd.actor.fsdp.style_check import choose_style
 from recipe_gkd.actor.fsdp.weights import export_weights, weights_meta
-from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.offload import OffloadedStates
 from recipe_gkd.actor.ranks import Layout, RankSpec, join_ranks, leave_ranks
 from recipe_gkd.config.schema import Config, OptimConfig

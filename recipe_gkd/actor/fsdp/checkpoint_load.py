@@ -11,7 +11,7 @@ from torch.distributed import checkpoint as dist_checkpoint
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from recipe_gkd.actor.checkpoint_files import (
+from recipe_gkd.actor.checkpoint.files import (
     BACKEND,
     DESCRIPTION,
     USE_ANOTHER,

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from recipe_gkd.actor.checkpoint_files import DESCRIPTION
+from recipe_gkd.actor.checkpoint.files import DESCRIPTION
 from recipe_gkd.actor.fsdp.checkpoint_state import describe, rng_state, sharded_state
 from recipe_gkd.actor.fsdp.fsdp_model import FsdpModel
 from recipe_gkd.errors import CheckpointError

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor.checkpoint_files import BACKEND
+from recipe_gkd.actor.checkpoint.files import BACKEND
 from recipe_gkd.actor.fsdp.fsdp_model import FsdpModel
 from recipe_gkd.actor.fsdp.loading import fsdp_modules
 from recipe_gkd.actor.fsdp.lora import adapter_dims

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.actor.backend import LossFunction
-from recipe_gkd.actor.device_batch import DeviceBatch, to_device
+from recipe_gkd.actor.batch.device_batch import DeviceBatch, to_device
+from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan
+from recipe_gkd.actor.batch.prefetch import Prefetcher
 from recipe_gkd.actor.fsdp.fsdp_model import FsdpModel
 from recipe_gkd.actor.fsdp.loading import resharded
 from recipe_gkd.actor.fsdp.output_layer import select_rows
 from recipe_gkd.actor.fsdp.packed_attention import attending
 from recipe_gkd.actor.fsdp.packing import model_input
-from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
-from recipe_gkd.actor.objective import MicroBatchLosses
-from recipe_gkd.actor.prefetch import Prefetcher
+from recipe_gkd.actor.objective.objective import MicroBatchLosses
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.student_output import Student, student_output
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor.device_batch import DeviceBatch
+from recipe_gkd.actor.batch.device_batch import DeviceBatch
 
 
 class RowStyle(Enum):

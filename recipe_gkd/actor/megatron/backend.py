@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.actor.backend import BackendReport, LossFunction
+from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.megatron import patches
 from recipe_gkd.actor.megatron.checkpoint_load import check_checkpoint, load_checkpoint
 from recipe_gkd.actor.megatron.checkpoint_save import MegatronSave
@@ -23,7 +24,6 @@ from recipe_gkd.actor.megatron.offloaded_tensors import state_tensors
 from recipe_gkd.actor.megatron.optimizer import clip_and_step, gradient_norm, set_hyperparameters
 from recipe_gkd.actor.megatron.padding_rows import keep_padding_rows
 from recipe_gkd.actor.megatron.parallel import check_world_size, context_group, destroy_parallel, tensor_group
-from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.offload import OffloadedStates
 from recipe_gkd.actor.ranks import RankSpec
 from recipe_gkd.config.schema import Config, OptimConfig

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from recipe_gkd.actor.checkpoint_files import (
+from recipe_gkd.actor.checkpoint.files import (
     BACKEND,
     USE_ANOTHER,
     check_backend,

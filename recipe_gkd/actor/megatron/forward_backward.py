@@ -15,16 +15,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from recipe_gkd.actor.backend import LossFunction
-from recipe_gkd.actor.device_batch import to_device
+from recipe_gkd.actor.batch.device_batch import to_device
+from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan
+from recipe_gkd.actor.batch.prefetch import Prefetcher
+from recipe_gkd.actor.batch.staging import StagedBatch
 from recipe_gkd.actor.megatron.data_parallel import reduced_after
 from recipe_gkd.actor.megatron.logit_rows import select_logit_rows
 from recipe_gkd.actor.megatron.megatron_model import MegatronModel
 from recipe_gkd.actor.megatron.packed_attention import PackedSequences
 from recipe_gkd.actor.megatron.parallel import tensor_group
 from recipe_gkd.actor.megatron.stage_communicator import communicator_options
-from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
-from recipe_gkd.actor.prefetch import Prefetcher
-from recipe_gkd.actor.staging import StagedBatch
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.student_output import student_output
 

@@ -11,8 +11,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan
 from recipe_gkd.actor.megatron.megatron_model import MegatronModel
-from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan
 
 Shape = tuple[int, int, int]
 

@@ -32,8 +32,9 @@ from recipe_gkd.preflight import read_student, with_model_path
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.rollout.limits import engine_length
 from recipe_gkd.runtime.threads import in_thread
-from recipe_gkd.teacher_routing import Teachers, open_teachers, read_routes
-from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
+from recipe_gkd.teachers.hf_teacher import HfTeacher
+from recipe_gkd.teachers.router import Teachers, open_teachers
+from recipe_gkd.teachers.routes import read_routes
 from recipe_gkd.weight_sync.model_check import UPDATE_METRIC, MismatchGuard
 from teacher.records import TeacherSequence
 

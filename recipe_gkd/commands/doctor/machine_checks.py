@@ -19,8 +19,8 @@ from recipe_gkd.config import Config
 from recipe_gkd.errors import ModelError
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, read_actor_memory
 from recipe_gkd.memory_budget.slots import slot_memory
-from recipe_gkd.metrics.logger_checks import check_loggers
-from recipe_gkd.metrics.prometheus_logger import check_metrics_port
+from recipe_gkd.metrics.loggers.logger_checks import check_loggers
+from recipe_gkd.metrics.loggers.prometheus_logger import check_metrics_port
 from recipe_gkd.runtime.socket_paths import shorten_socket_paths
 from teacher.machine_checks import driver_release, find_problems, shared_memory_problems, size_text
 

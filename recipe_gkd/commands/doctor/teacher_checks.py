@@ -21,9 +21,10 @@ from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import check_stop_ids, check_teacher, check_teacher_prompts
-from recipe_gkd.teacher_routing import Teachers, make_teacher_prompts, open_teachers, read_routes
-from recipe_gkd.teacher_routing.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
-from recipe_gkd.teacher_routing.routes import Routes
+from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
+from recipe_gkd.teachers.prompts import make_teacher_prompts
+from recipe_gkd.teachers.router import Teachers, open_teachers
+from recipe_gkd.teachers.routes import Routes, read_routes
 from teacher.client import TeacherClient
 from teacher.errors import TeacherError
 from teacher.records import TeacherInfo, TeacherSequence

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_gkd.actor.backend import Backend, build_backend
-from recipe_gkd.actor.checkpoint_files import read_description
-from recipe_gkd.actor.hf_save import write_hf_folder
+from recipe_gkd.actor.checkpoint.files import read_description
+from recipe_gkd.actor.checkpoint.hf_save import write_hf_folder
 from recipe_gkd.actor.ranks import RankSpec
 from recipe_gkd.commands.export.source import Source, with_float32
 from recipe_gkd.errors import CheckpointError

@@ -28,7 +28,7 @@ from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 from recipe_gkd.weight_sync.spec import TransportAddress
 
 if TYPE_CHECKING:
-    from recipe_gkd.rollout.vllm_compat import LLMEngine
+    from recipe_gkd.rollout.vllm.compat import LLMEngine
 
 T = TypeVar("T")
 

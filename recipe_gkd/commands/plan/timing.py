@@ -26,8 +26,8 @@ from recipe_gkd.config.weight_transport import weight_transport
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES
 from recipe_gkd.memory_budget.slots import query_gpus
+from recipe_gkd.metrics.advice.step_time_model import StageSeconds, step_bound, step_seconds, step_time_bounds
 from recipe_gkd.metrics.device_peaks import MEMORY_TB_PER_S, PEAKS, memory_tb_per_s, peak_tflops
-from recipe_gkd.metrics.step_time_model import StageSeconds, step_bound, step_seconds, step_time_bounds
 from recipe_gkd.preflight import find_model
 
 _GPUS_PER_NODE = 8
@@ -54,8 +54,8 @@ class ScheduleTiming:
     Attributes:
         name: Value of ``trainer.scheduler``.
         staleness: Maximum policy lag in optimizer steps.
-        step_s: Expected step time in seconds: :func:`recipe_gkd.metrics.step_time_model.step_seconds`.
-        bound_s: :func:`recipe_gkd.metrics.step_time_model.step_bound` in seconds.
+        step_s: Expected step time in seconds: :func:`recipe_gkd.metrics.advice.step_time_model.step_seconds`.
+        bound_s: :func:`recipe_gkd.metrics.advice.step_time_model.step_bound` in seconds.
         limited_by: Largest bound: ``rollout``, ``actor``, ``teacher`` or ``staleness`` (all stages in turn).
         response_tokens_per_s: Response tokens trained on per second.
         is_configured: True for the schedule of the configuration.

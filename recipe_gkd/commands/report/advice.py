@@ -11,8 +11,8 @@ import numpy as np
 from recipe_gkd.commands.report.markup import text
 from recipe_gkd.commands.report.run_files import Run
 from recipe_gkd.commands.report.series import Series, number
-from recipe_gkd.metrics.advice import describe, find_bottleneck
-from recipe_gkd.metrics.measured_stages import NEEDED, usual
+from recipe_gkd.metrics.advice.advice import describe, find_bottleneck
+from recipe_gkd.metrics.advice.measured_stages import NEEDED, usual
 
 N_STEPS = 200
 """Number of last steps that the advice is about."""

@@ -55,7 +55,7 @@ class TeacherConfig:
     backend: SourcePath = key(
         "Teacher backend. `zmq`: a teacher service. `hf`: a transformers model in the driver process, for small "
         "teachers, tests and debugging. `FILE.py:Class`: a class that implements "
-        "`recipe_gkd.teacher_routing.TeacherBackend`."
+        "`recipe_gkd.teachers.backends.TeacherBackend`."
     )
     model_path: UserPath | None = key(
         "Folder of the teacher model for `backend=hf`; passed on to a custom backend.",

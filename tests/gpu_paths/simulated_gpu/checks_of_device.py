@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe_gkd.actor.host_copy import PinnedCopy
+from recipe_gkd.actor.checkpoint.host_copy import PinnedCopy
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta, pack, plan_buckets, unpack
 from recipe_gkd.weight_sync.ipc import IpcTransport
 from recipe_gkd.weight_sync.shared_memory import SharedMapping

@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor.kl_sums import KlSums
 from recipe_gkd.actor.megatron.padding_rows import padding_rows
 from recipe_gkd.actor.megatron.parallel import destroy_parallel
+from recipe_gkd.actor.objective.kl_sums import KlSums
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import GkdError

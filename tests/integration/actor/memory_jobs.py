@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor.kl_sums import KlSums
+from recipe_gkd.actor.objective.kl_sums import KlSums
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import GkdError

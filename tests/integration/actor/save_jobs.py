@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipe_gkd.actor import hf_save
+from recipe_gkd.actor.checkpoint import hf_save
 from recipe_gkd.actor.megatron import checkpoint_save, patches
 from recipe_gkd.actor.megatron.checkpoint_state import sharded_state
 from recipe_gkd.actor.megatron.megatron_model import MegatronModel

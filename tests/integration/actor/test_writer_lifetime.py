@@ -12,7 +12,7 @@ import psutil
 import pytest
 import ray
 
-from recipe_gkd.actor.writer_process import WriterProcess
+from recipe_gkd.actor.checkpoint.writer_process import WriterProcess
 
 pytestmark = pytest.mark.timeout(120)
 

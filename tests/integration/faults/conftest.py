@@ -15,7 +15,8 @@ from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.cluster_start import start_cluster
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.rows import read_data_set
-from recipe_gkd.teacher_routing import Routes, Teachers
+from recipe_gkd.teachers.router import Teachers
+from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.trainer import Trainer
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from tests._support.base_config import base_config

@@ -27,9 +27,9 @@ from recipe_gkd.ray_cluster.placement import DeviceReport, environments_of_guest
 from recipe_gkd.ray_cluster.pools import Pool, create_pools, pool_specs
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime.worker_variables import worker_variables
-from recipe_gkd.scoring.homes import Homes
-from recipe_gkd.scoring.pool import ScoringPool
-from recipe_gkd.scoring.requests import TeacherRequest
+from recipe_gkd.teachers.scoring.homes import Homes
+from recipe_gkd.teachers.scoring.pool import ScoringPool
+from recipe_gkd.teachers.scoring.requests import TeacherRequest
 from teacher.client import TeacherClient
 from teacher.proxy.proxy_sockets import SocketSettings
 from teacher.records import TeacherSequence

@@ -39,7 +39,7 @@ def _environment_of_a_worker() -> None:
 
 
 def test_watch_ranks_reports_name_of_dead_process() -> None:
-    from recipe_gkd.rollout.vllm_compat import multiproc_executor, watch_ranks
+    from recipe_gkd.rollout.vllm.compat import multiproc_executor, watch_ranks
 
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=time.sleep, args=(60,), name=f"VllmWorker-{rank}") for rank in range(2)]
@@ -63,7 +63,7 @@ def test_watch_ranks_reports_name_of_dead_process() -> None:
 def test_temperature_limits_are_those_of_vllm() -> None:
     from vllm.exceptions import VLLMValidationError
 
-    from recipe_gkd.rollout.vllm_compat import SamplingParams
+    from recipe_gkd.rollout.vllm.compat import SamplingParams
 
     lowest, highest = limits.LOWEST_TEMPERATURE, limits.MAX_TEMPERATURE
     for accepted in (lowest, highest):
@@ -76,7 +76,7 @@ def test_temperature_limits_are_those_of_vllm() -> None:
 @pytest.mark.parametrize("key", ["temperature", "top_p", "top_k"])
 @pytest.mark.parametrize("section", ["", "val_kwargs."])
 def test_sampling_range_ends_are_accepted_by_vllm(key: str, section: str) -> None:
-    from recipe_gkd.rollout.vllm_compat import SamplingParams
+    from recipe_gkd.rollout.vllm.compat import SamplingParams
 
     found = numeric_range(f"{ROLLOUT}.{section}{key}")
     assert found is not None
@@ -125,7 +125,7 @@ def test_check_engine_fits_rejects_invalid_combinations(layers: int, overrides: 
 def test_default_batched_tokens_are_those_of_the_llm_class(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
-    from recipe_gkd.rollout.vllm_compat import default_batched_tokens
+    from recipe_gkd.rollout.vllm.compat import default_batched_tokens
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     for gibibytes, name, expected in ((80, "NVIDIA H100", 16384), (80, "NVIDIA A100-SXM4", 8192), (24, "L4", 8192)):
@@ -139,7 +139,8 @@ def test_default_batched_tokens_are_those_of_the_llm_class(monkeypatch: pytest.M
 def test_build_engine_passes_options_to_vllm(
     device: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipe_gkd.rollout import engine_factory, vllm_compat
+    from recipe_gkd.rollout import engine_factory
+    from recipe_gkd.rollout.vllm import compat as vllm_compat
 
     class Built(Exception):
         """Arguments of the engine."""
@@ -164,7 +165,7 @@ def test_build_engine_passes_options_to_vllm(
 def test_join_transport_does_not_apply_nccl_variables_of_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.utils import nccl
 
-    from recipe_gkd.rollout.vllm_calls import WorkerCalls
+    from recipe_gkd.rollout.vllm.calls import WorkerCalls
 
     monkeypatch.setattr(nccl, "_unpinned_env", {"NCCL_ALGO": None})  # as after `init_batch_invariance` on CUDA
     monkeypatch.setenv("NCCL_ALGO", "ring,tree")

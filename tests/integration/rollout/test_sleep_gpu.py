@@ -57,7 +57,7 @@ def log_probs_error(engine: RolloutEngine, seed: int) -> float:
 
 def _load(rank: Any, seed: int) -> None:
     """Reload the weights of a rank through the layerwise reload of a weight update."""
-    from recipe_gkd.rollout.vllm_compat import set_current_vllm_config
+    from recipe_gkd.rollout.vllm.compat import set_current_vllm_config
 
     receiver = rank.weight_transfer_engine
     state = make_model(seed, tied=False).state_dict()

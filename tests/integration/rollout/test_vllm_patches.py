@@ -34,7 +34,7 @@ def filled_memory() -> Any:
 def test_reload_keeps_persistent_buffer_unless_it_is_loaded(loaded: list[float]) -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from recipe_gkd.rollout.vllm_compat import finalize_layerwise_reload, initialize_layerwise_reload
+    from recipe_gkd.rollout.vllm.compat import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = nn.Sequential(LayerWithBuffer())
     record_metadata_for_reloading(model)
@@ -52,7 +52,7 @@ def test_reload_keeps_persistent_buffer_unless_it_is_loaded(loaded: list[float])
 def test_compile_cache_is_complete_whenever_another_process_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import recipe_gkd.rollout.vllm_compat as vllm
+    import recipe_gkd.rollout.vllm.compat as vllm
 
     manager: Any = object.__new__(vllm.CompilerManager)
     file = tmp_path / "vllm_compile_cache.py"

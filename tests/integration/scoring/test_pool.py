@@ -24,11 +24,11 @@ from recipe_gkd.ray_cluster.worker_errors import unwrap
 from recipe_gkd.runtime import wait_log
 from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
 from recipe_gkd.runtime.wait_log import WaitLog
-from recipe_gkd.scoring import pool as pool_module
-from recipe_gkd.scoring.fetch import with_top_k
-from recipe_gkd.scoring.homes import Homes
-from recipe_gkd.scoring.pool import ScoringPool
-from recipe_gkd.scoring.requests import TeacherRequest
+from recipe_gkd.teachers.scoring import pool as pool_module
+from recipe_gkd.teachers.scoring.fetch import with_top_k
+from recipe_gkd.teachers.scoring.homes import Homes
+from recipe_gkd.teachers.scoring.pool import ScoringPool
+from recipe_gkd.teachers.scoring.requests import TeacherRequest
 from teacher.client import ClientSpec, TeacherClient
 from teacher.errors import TeacherChanged, TeacherRequestError, TeacherTimeout
 from teacher.proxy import Proxy

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe_gkd.teacher_routing.hf_teacher import HfTeacher
+from recipe_gkd.teachers.hf_teacher import HfTeacher
 from teacher import TeacherClient, TeacherRequestError, TeacherSequence, tokenizer_fingerprint
 from teacher.__main__ import main
 from teacher.errors import TeacherAsleep

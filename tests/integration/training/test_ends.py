@@ -51,7 +51,7 @@ def kill_worker(run: Run, kind: str) -> None:
 
 
 class TestSignal:
-    @pytest.mark.slow  # tests/unit/runtime has the handling of signals, tests/unit/teacher_routing the teacher `hf`
+    @pytest.mark.slow  # tests/unit/runtime has the handling of signals, tests/unit/teachers the teacher `hf`
     def test_sigint_with_hf_teacher_ends_run_in_order(self, start_run: StartRun, student: Path) -> None:
         """The student is its own teacher, in the driver process: in the first step there is nothing to learn.
 

@@ -54,7 +54,7 @@ class TestTeacher:
         """Teacher service with a vocabulary of 96 characters. The student has 32."""
         yield from running_teacher(tiny_qwen2, tmp_path_factory.mktemp("other_vocabulary"))
 
-    @pytest.mark.slow  # tests/unit/teacher_routing checks the message without a run.
+    @pytest.mark.slow  # tests/unit/teachers checks the message without a run.
     def test_unreachable_teacher_is_refused(self, start_run: StartRun) -> None:
         port = free_port()
         assert_refused(start_run(f"actor_rollout_ref.teacher.server_port={port}"), f"127.0.0.1:{port}")

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from recipe_gkd.actor import packed_row
 from recipe_gkd.actor.attention_kernels import AttentionKernel, choose_attention
+from recipe_gkd.actor.batch.packing import bucket_by_length
 from recipe_gkd.actor.megatron import packed_attention
 from recipe_gkd.actor.megatron.packed_attention import PackedAttention, PackedSequences, attention_kernel
-from recipe_gkd.actor.microbatch import bucket_by_length
 from recipe_gkd.actor.packed_row import PackedRow, attend_in_blocks, attend_varlen
 
 BRAIN, SINGLE = torch.bfloat16, torch.float32

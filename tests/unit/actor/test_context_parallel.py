@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from recipe_gkd.actor.context_parallel import ContextShard, gathered_rows, shard_for_context, zigzag_rows
-from recipe_gkd.actor.loss_terms import GlobalDenominators
-from recipe_gkd.actor.microbatch import PackedBatch, pack
+from recipe_gkd.actor.batch.context_parallel import ContextShard, gathered_rows, shard_for_context, zigzag_rows
+from recipe_gkd.actor.batch.packing import PackedBatch, pack
+from recipe_gkd.actor.objective.loss_terms import GlobalDenominators
 from tests._support.tiny_models import make_samples, without_empty
 
 SAMPLES = without_empty(make_samples(6))

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from torch.distributed import checkpoint as dist_checkpoint
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 
-from recipe_gkd.actor.checkpoint_files import (
+from recipe_gkd.actor.checkpoint.files import (
     BACKEND,
     DESCRIPTION,
     check_backend,

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
-from recipe_gkd.actor.device_batch import DeviceBatch, to_device
+from recipe_gkd.actor.batch.device_batch import DeviceBatch, to_device
+from recipe_gkd.actor.batch.packing import pack
+from recipe_gkd.actor.batch.staging import stage
 from recipe_gkd.actor.fsdp import packed_attention, style_check
 from recipe_gkd.actor.fsdp.packed_attention import AttentionUse, attending
 from recipe_gkd.actor.fsdp.packing import RowStyle, model_input
 from recipe_gkd.actor.fsdp.style_check import StyleChoice, choose_style
-from recipe_gkd.actor.microbatch import pack
-from recipe_gkd.actor.staging import stage
 from recipe_gkd.errors import ModelError
 from tests._support.causal_models import random_causal_lm
 from tests._support.errors import raises

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe_gkd.actor.context_parallel import zigzag_rows
+from recipe_gkd.actor.batch.context_parallel import zigzag_rows
 from recipe_gkd.actor.head_exchange import RowOrder, gather_rows, scatter_rows
 
 LENGTHS = [24, 12, 36]

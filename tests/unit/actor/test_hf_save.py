@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from recipe_gkd.actor.hf_save import write_hf_folder
+from recipe_gkd.actor.checkpoint.hf_save import write_hf_folder
 from tests._support.tiny_models import make_folder
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipe_gkd.actor.host_arrays import MAX_FREE_BUFFERS, MIN_BYTES, ArrayPool
+from recipe_gkd.actor.batch.host_arrays import MAX_FREE_BUFFERS, MIN_BYTES, ArrayPool
 
 ROWS = MIN_BYTES // 32
 

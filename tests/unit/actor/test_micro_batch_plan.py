@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipe_gkd.actor import micro_batch_plan
 from recipe_gkd.actor.attention_kernels import AttentionKernel
-from recipe_gkd.actor.loss_terms import GlobalDenominators
-from recipe_gkd.actor.micro_batch_plan import MicroBatchPlan, plan_micro_batches
+from recipe_gkd.actor.batch import micro_batch_plan
+from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan, plan_micro_batches
+from recipe_gkd.actor.objective.loss_terms import GlobalDenominators
 from recipe_gkd.actor.ranks import Layout
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import DataError, SecondaryFailure

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from recipe_gkd.actor.context_parallel import shard_for_context
-from recipe_gkd.actor.device_batch import to_device
-from recipe_gkd.actor.loss_terms import GlobalDenominators, loss_term_masks
-from recipe_gkd.actor.microbatch import PackedBatch, bucket_by_length, micro_batches, pack
-from recipe_gkd.actor.staging import stage
-from recipe_gkd.actor.token_fields import TokenFields
+from recipe_gkd.actor.batch.context_parallel import shard_for_context
+from recipe_gkd.actor.batch.device_batch import to_device
+from recipe_gkd.actor.batch.packing import PackedBatch, bucket_by_length, micro_batches, pack
+from recipe_gkd.actor.batch.staging import stage
+from recipe_gkd.actor.batch.token_fields import TokenFields
+from recipe_gkd.actor.objective.loss_terms import GlobalDenominators, loss_term_masks
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from tests._support.tiny_models import TOP_K, make_sample, make_samples, without_empty
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor import host_copy
+from recipe_gkd.actor.checkpoint import host_copy
 from recipe_gkd.actor.offload import SLEEP_LEVEL, OffloadedStates, distinct_storages
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import WorkerError

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from recipe_gkd.actor.prefetch import LOOK_AHEAD, Prefetcher
+from recipe_gkd.actor.batch.prefetch import LOOK_AHEAD, Prefetcher
 from recipe_gkd.errors import DataError, DeadlineError
 from tests._support.errors import raises
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recipe_gkd.actor import sample_checks
-from recipe_gkd.actor.sample_checks import check_samples
+from recipe_gkd.actor.batch import sample_checks
+from recipe_gkd.actor.batch.sample_checks import check_samples
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import DataError
 from tests._support.errors import raises

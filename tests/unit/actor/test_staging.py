@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recipe_gkd.actor import staging
 from recipe_gkd.actor.attention_kernels import AttentionKernel
-from recipe_gkd.actor.context_parallel import shard_for_context
-from recipe_gkd.actor.device_batch import DeviceBatch, to_device
-from recipe_gkd.actor.host_arrays import ArrayPool
-from recipe_gkd.actor.loss_terms import GlobalDenominators
-from recipe_gkd.actor.microbatch import PackedBatch, pack
+from recipe_gkd.actor.batch import staging
+from recipe_gkd.actor.batch.context_parallel import shard_for_context
+from recipe_gkd.actor.batch.device_batch import DeviceBatch, to_device
+from recipe_gkd.actor.batch.host_arrays import ArrayPool
+from recipe_gkd.actor.batch.packing import PackedBatch, pack
+from recipe_gkd.actor.objective.loss_terms import GlobalDenominators
 from recipe_gkd.actor.packed_row import attend_in_blocks
 from recipe_gkd.data.samples import Sample
 from tests._support.tiny_models import make_sample, make_samples, without_empty

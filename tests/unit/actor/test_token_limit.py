@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe_gkd.actor.microbatch import micro_batches
+from recipe_gkd.actor.batch.packing import micro_batches
 from recipe_gkd.actor.token_limit import TokenLimit, next_limit
 from recipe_gkd.data.samples import Sample
 from tests._support.tiny_models import ACTOR, make_config, make_sample

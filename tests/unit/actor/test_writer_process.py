@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe_gkd.actor import writer_process
-from recipe_gkd.actor.writer_process import WriterProcess, kill_all, wait_for_any
+from recipe_gkd.actor.checkpoint import writer_process
+from recipe_gkd.actor.checkpoint.writer_process import WriterProcess, kill_all, wait_for_any
 
 pytestmark = pytest.mark.timeout(120)
 

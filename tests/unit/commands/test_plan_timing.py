@@ -35,8 +35,8 @@ from recipe_gkd.commands.plan.update_timing import update_parts
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.memory_budget.actor_states import read_actor_memory
+from recipe_gkd.metrics.advice.step_time_model import step_bound
 from recipe_gkd.metrics.device_peaks import MEMORY_TB_PER_S, PEAKS, memory_tb_per_s
-from recipe_gkd.metrics.step_time_model import step_bound
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 from tests._support.repository import REPO

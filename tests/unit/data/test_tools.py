@@ -15,7 +15,8 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.tokenizer import build_tokenizer
-from recipe_gkd.teacher_routing import Routes, make_teacher_prompts
+from recipe_gkd.teachers.prompts import make_teacher_prompts
+from recipe_gkd.teachers.routes import Routes
 from tests._support.base_config import base_config
 from tests._support.data_sets import data_set_of
 from tests._support.errors import raises

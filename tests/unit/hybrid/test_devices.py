@@ -14,7 +14,7 @@ from recipe_gkd.errors import WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.hybrid.devices import SeparateDevices, SharedDevices, open_devices
 from recipe_gkd.hybrid.sync_probe import mismatch_guard
 from recipe_gkd.hybrid.turns import DevicePhase
-from recipe_gkd.teacher_routing import Teachers
+from recipe_gkd.teachers.router import Teachers
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor.loss_metrics import sum_names
-from recipe_gkd.actor.objective import Objective
+from recipe_gkd.actor.objective.loss_metrics import sum_names
+from recipe_gkd.actor.objective.objective import Objective
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import ConfigError, CustomLossError
 from recipe_gkd.losses import LossInputs, LossOutputs
@@ -121,7 +121,9 @@ class TestInputs:
             return custom_losses.forward_kl(inputs)
 
         loss = load_custom_loss(PATH, "forward_kl")
-        monkeypatch.setattr("recipe_gkd.actor.distillation.load_custom_loss", lambda *_: replace(loss, function=record))
+        monkeypatch.setattr(
+            "recipe_gkd.actor.objective.distillation.load_custom_loss", lambda *_: replace(loss, function=record)
+        )
         loss_and_gradients(gkd_config(custom="forward_kl"))
         [inputs] = seen
         samples = [sample for sample in scored_samples() if len(sample.response.ids)]

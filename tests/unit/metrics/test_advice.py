@@ -9,10 +9,10 @@ import pytest
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
-from recipe_gkd.metrics.advice import STEPS_BEFORE_ADVICE, STEPS_BEFORE_REPEAT, Advisor
-from recipe_gkd.metrics.measured_stages import stage_seconds
-from recipe_gkd.metrics.resource_layout import ResourceLayout
-from recipe_gkd.metrics.what_if import more_devices, no_cost_changes, splits_of
+from recipe_gkd.metrics.advice.advice import STEPS_BEFORE_ADVICE, STEPS_BEFORE_REPEAT, Advisor
+from recipe_gkd.metrics.advice.measured_stages import stage_seconds
+from recipe_gkd.metrics.advice.resource_layout import ResourceLayout
+from recipe_gkd.metrics.advice.what_if import more_devices, no_cost_changes, splits_of
 from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.ray_cluster.capacity import ClusterCapacity
 from recipe_gkd.ray_cluster.pools import PoolSpec

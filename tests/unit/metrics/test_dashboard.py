@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.registry import Collector
 
-from recipe_gkd.metrics.logger_interface import RunInfo
-from recipe_gkd.metrics.prometheus_logger import StepCollector
+from recipe_gkd.metrics.loggers.logger_interface import RunInfo
+from recipe_gkd.metrics.loggers.prometheus_logger import StepCollector
 from teacher.proxy.metrics import StatusCollector
 from tests._support.documented_metrics import documented_names, is_documented
 from tests._support.repository import REPO

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipe_gkd.metrics import line_file
-from recipe_gkd.metrics.console_logger import ConsoleLogger
-from recipe_gkd.metrics.jsonl_logger import JsonlLogger
-from recipe_gkd.metrics.line_file import LineFile
-from recipe_gkd.metrics.tensorboard_logger import TensorBoardLogger
+from recipe_gkd.metrics.loggers import line_file
+from recipe_gkd.metrics.loggers.console_logger import ConsoleLogger
+from recipe_gkd.metrics.loggers.jsonl_logger import JsonlLogger
+from recipe_gkd.metrics.loggers.line_file import LineFile
+from recipe_gkd.metrics.loggers.tensorboard_logger import TensorBoardLogger
 from recipe_gkd.runtime import pending_files
 from recipe_gkd.runtime.pending_files import PendingFiles
 

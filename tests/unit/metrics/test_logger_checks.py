@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.metrics.logger_checks import check_loggers
+from recipe_gkd.metrics.loggers.logger_checks import check_loggers
 from tests._support.errors import raises
 from tests._support.repository import REPO
 
@@ -61,7 +61,7 @@ def test_swanlab_with_a_key_or_without_network_is_accepted(
 
 CHECK_WANDB = """
 import logging, os
-from recipe_gkd.metrics.logger_checks import check_loggers
+from recipe_gkd.metrics.loggers.logger_checks import check_loggers
 
 logging.basicConfig()
 check_loggers(["wandb"])

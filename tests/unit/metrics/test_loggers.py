@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.metrics import background_logger, loggers
-from recipe_gkd.metrics.console_logger import ConsoleLogger
-from recipe_gkd.metrics.jsonl_logger import JsonlLogger
-from recipe_gkd.metrics.loggers import Loggers
+from recipe_gkd.metrics.loggers import background_logger, loggers
+from recipe_gkd.metrics.loggers.console_logger import ConsoleLogger
+from recipe_gkd.metrics.loggers.jsonl_logger import JsonlLogger
+from recipe_gkd.metrics.loggers.loggers import Loggers
 from recipe_gkd.runtime.signals import Terminated, run_until_terminated
 from tests._support.base_config import base_config
 from tests._support.errors import raises

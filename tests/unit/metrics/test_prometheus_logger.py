@@ -10,9 +10,9 @@ from pathlib import Path
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.metrics.logger_interface import RunInfo
-from recipe_gkd.metrics.loggers import Loggers
-from recipe_gkd.metrics.prometheus_logger import PrometheusLogger, check_metrics_port
+from recipe_gkd.metrics.loggers.logger_interface import RunInfo
+from recipe_gkd.metrics.loggers.loggers import Loggers
+from recipe_gkd.metrics.loggers.prometheus_logger import PrometheusLogger, check_metrics_port
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 from tests._support.ports import free_port

@@ -30,7 +30,7 @@ from recipe_gkd.ray_cluster.actor_restarts import ActorRestarts
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.runtime.run_log import as_event
 from recipe_gkd.runtime.signals import Terminated
-from recipe_gkd.scoring.pool import ScoringPool
+from recipe_gkd.teachers.scoring.pool import ScoringPool
 from teacher.client import ClientSpec
 from tests._support.base_config import base_config
 from tests._support.checkpoint_files import PROGRESS, write_checkpoints

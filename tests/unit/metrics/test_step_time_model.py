@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
-from recipe_gkd.metrics.step_time_model import StageSeconds, step_bound, step_seconds, step_time_bounds
+from recipe_gkd.metrics.advice.step_time_model import StageSeconds, step_bound, step_seconds, step_time_bounds
 from recipe_gkd.pipeline.config import PipelineConfig
 
 seconds = st.sampled_from([0.1, 0.5, 1.0, 2.0])

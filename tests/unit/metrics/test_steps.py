@@ -9,7 +9,7 @@ import pytest
 from pipeline_stages import BatchTimes, Pools, Stages
 from virtual_time import run
 
-from recipe_gkd.metrics.loggers import Loggers
+from recipe_gkd.metrics.loggers.loggers import Loggers
 from recipe_gkd.metrics.steps import StepMetrics, span
 from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline

@@ -13,7 +13,7 @@ import pytest
 from recipe_gkd.config import validate as validate_module
 from recipe_gkd.config.schema import TRACKING_SERVICES
 from recipe_gkd.errors import ConfigError
-from recipe_gkd.metrics.loggers import Loggers
+from recipe_gkd.metrics.loggers.loggers import Loggers
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 

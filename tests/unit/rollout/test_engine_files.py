@@ -24,7 +24,7 @@ SHORT, LONG = "/short", "/" + 80 * "l"
 def test_sockets_are_in_a_folder_with_a_short_path(
     folder: str, given: str | None, temporary: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipe_gkd.rollout import vllm_compat
+    from recipe_gkd.rollout.vllm import compat as vllm_compat
 
     monkeypatch.setattr(vllm_compat, "keep_file_store_in", lambda _: None)
     monkeypatch.setattr(tempfile, "tempdir", temporary)

@@ -14,11 +14,11 @@ import torch
 from recipe_gkd.data.samples import Response
 from recipe_gkd.errors import GkdError, ModelError, WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.rollout import engine as module
-from recipe_gkd.rollout.device_loss import is_device_loss
 from recipe_gkd.rollout.engine import RolloutEngine
 from recipe_gkd.rollout.engine_factory import build_engine
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.update_outcome import UpdateOutcome
+from recipe_gkd.rollout.vllm.device_loss import is_device_loss
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from recipe_gkd.runtime.out_of_memory import ADVICE, MemoryPhase
 from tests._support.errors import raises

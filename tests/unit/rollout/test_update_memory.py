@@ -82,7 +82,7 @@ class TestUpdateMemory:
 
 def make_receiver(free: int, monkeypatch: pytest.MonkeyPatch, **cache: Any) -> Any:
     """Return a receiver without vLLM's engine, on a device with ``free`` bytes."""
-    from recipe_gkd.rollout import vllm_weights
+    from recipe_gkd.rollout.vllm import weights as vllm_weights
 
     receiver: Any = object.__new__(vllm_weights.BucketReceiver)
     receiver.device, receiver._buffered, receiver._reload, receiver.has_mixed_weights = "cuda:0", [], None, False
@@ -105,7 +105,7 @@ class TestReceiver:
     def test_shortage_names_the_key_of_the_kv_cache(
         self, monkeypatch: pytest.MonkeyPatch, cache: dict[str, Any], key: str, value: str
     ) -> None:
-        from recipe_gkd.rollout.vllm_weights import CheckMemory
+        from recipe_gkd.rollout.vllm.weights import CheckMemory
 
         request = CheckMemory(meta=[], bucket_bytes=MIB, n_sharing_host=1)
         error = make_receiver(2 * MIB, monkeypatch, **cache).memory_shortage(request)

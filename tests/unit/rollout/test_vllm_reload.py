@@ -54,7 +54,8 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Receiver of a model, without a transport and vLLM's engine."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    from recipe_gkd.rollout import vllm_reload, vllm_weights
+    from recipe_gkd.rollout.vllm import reload as vllm_reload
+    from recipe_gkd.rollout.vllm import weights as vllm_weights
 
     monkeypatch.setattr(vllm_reload, "set_current_vllm_config", lambda _: nullcontext())
     receiver: Any = object.__new__(vllm_weights.BucketReceiver)

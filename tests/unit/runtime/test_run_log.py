@@ -12,7 +12,7 @@ from pathlib import Path
 SCRIPT = """
 import sys
 from pathlib import Path
-from recipe_gkd.metrics.console_logger import ConsoleLogger
+from recipe_gkd.metrics.loggers.console_logger import ConsoleLogger
 from recipe_gkd.runtime.run_log import FILE_ONLY, log, start_logging
 
 start_logging(Path(sys.argv[1]))

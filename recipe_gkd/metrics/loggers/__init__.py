@@ -1,0 +1,1 @@
+"""Loggers: where the metrics of each step go."""

@@ -1,0 +1,48 @@
+"""Number of teacher workers of a run, from the configuration or from the teacher services."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from recipe_gkd.config import Config
+from recipe_gkd.config.keys import TEACHER
+from recipe_gkd.teachers.backends import TeacherBackend
+from teacher.client import TeacherClient
+
+HELLO_TIMEOUT_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+def with_worker_count(config: Config, clients: Mapping[str, TeacherBackend]) -> Config:
+    """Return the configuration with ``n_server_workers`` set.
+
+    None becomes the number of workers that the services have now, or 1 without a service. A number is kept, and a
+    warning is logged if the services have another one.
+
+    Args:
+        config: Configuration of the run.
+        clients: Backends by the names of the teachers.
+
+    Raises:
+        TeacherError: A service cannot be reached, or has no worker within `HELLO_TIMEOUT_S`.
+    """
+    settings = config.actor_rollout_ref
+    configured = settings.teacher.n_server_workers
+    services = {client.address: client for client in clients.values() if isinstance(client, TeacherClient)}
+    counts = {address: client.hello(timeout_s=HELLO_TIMEOUT_S).n_workers for address, client in services.items()}
+    found = sum(counts.values())
+    if counts:
+        listed = ", ".join(f"{n} at {address}" for address, n in counts.items())
+        if configured is None:
+            log.info("teacher workers: %d (%s)", found, listed)
+        elif configured != found:
+            log.warning(
+                "%s.n_server_workers=%d, but the teacher services have %d workers (%s); the run uses %d. Start or stop "
+                "workers, or set it to null for the number at the start of the run",
+                *(TEACHER, configured, found, listed, configured),
+            )
+    teacher = replace(settings.teacher, n_server_workers=configured or found or 1)
+    return replace(config, actor_rollout_ref=replace(settings, teacher=teacher))

@@ -1,0 +1,326 @@
+"""Teacher backends: configuration, the in-process Hugging Face teacher, and checks of results."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+from recipe_gkd.config import Config, compose, config_dir
+from recipe_gkd.errors import ConfigError, VocabularyMismatch
+from recipe_gkd.model_files import Student
+from recipe_gkd.preflight import check_teacher
+from recipe_gkd.teachers import backends
+from recipe_gkd.teachers.hf_teacher import HfTeacher
+from recipe_gkd.teachers.router import open_teachers
+from recipe_gkd.teachers.routes import Routes
+from recipe_gkd.teachers.scoring.checks import check_scores
+from teacher.errors import (
+    TeacherClosed,
+    TeacherError,
+    TeacherProtocolError,
+    TeacherRequestError,
+    TeacherSetupError,
+    TeacherTimeout,
+)
+from teacher.fingerprint import tokenizer_fingerprint
+from teacher.records import ScoredSequence, TeacherSequence
+from tests._support.base_config import base_config
+from tests._support.errors import raises
+from tests._support.fake_teachers import pair
+from tests._support.teacher_service import MAX_MODEL_LEN, VOCAB_SIZE
+
+pytestmark = pytest.mark.timeout(60)
+
+KEY = "actor_rollout_ref.teacher"
+ROUTES = Routes(("default",))
+
+
+def configured(*overrides: str, others: Sequence[str] = ()) -> Config:
+    return base_config(*others, *(f"{KEY}.{override}" for override in overrides))
+
+
+def random_sequences(*sizes: tuple[int, int]) -> list[TeacherSequence]:
+    """Return sequences of these numbers of tokens and prompt tokens."""
+    rng = np.random.default_rng(0)
+    return [TeacherSequence(rng.integers(0, VOCAB_SIZE, n, dtype=np.int32), prompt_len) for n, prompt_len in sizes]
+
+
+def expected_logps(model: Any, sequence: TeacherSequence, temperature: float) -> np.ndarray:
+    """Return the log-probabilities at the response positions, computed in float64 from the model's logits, [T, V]."""
+    with torch.no_grad():
+        logits_NV = model(torch.from_numpy(sequence.token_ids).long()[None]).logits[0].double()
+    return (logits_NV[sequence.prompt_len - 1 : -1] / temperature).log_softmax(dim=-1).numpy()
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        ("overrides", "keys"),
+        [
+            (["model_path=x"], ("model_path", "backend")),
+            (["backend=hf"], ("backend", "model_path")),
+            (["backend=hf", "model_path=x", "server_ip=10.0.0.1"], ("server_ip", "backend")),
+            (["backend=hf", "model_path=x", "auth_dir=keys"], ("auth_dir", "backend")),
+            (["backend=hf", "model_path=x", "wire_dtype=float16"], ("wire_dtype", "backend")),
+            (["backend=hf", "model_path=x", "n_connections=2"], ("n_connections", "backend")),
+            (["backend=hf", "model_path=x", "teachers.a=b:1"], ("backend", "teachers")),
+            (["backend=vllm"], ("backend",)),
+        ],
+    )
+    def test_ineffective_or_invalid_settings_raise(self, overrides: list[str], keys: tuple[str, ...]) -> None:
+        with raises(ConfigError, keys=tuple(f"{KEY}.{key}" for key in keys)):
+            configured(*overrides)
+
+    def test_hf_accepts_changed_defaults_of_the_service(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = tmp_path / "config"
+        shutil.copytree(config_dir(), folder)
+        section = folder / "teacher" / "zmq.yaml"
+        section.write_text(section.read_text().replace("server_port: 15555", "server_port: 15999"))
+        monkeypatch.setattr(compose, "config_dir", lambda: folder)
+        assert configured("backend=hf", "model_path=x").actor_rollout_ref.teacher.server_port == 15999
+        with raises(ConfigError, keys=(f"{KEY}.server_port", f"{KEY}.backend")):
+            configured("backend=hf", "model_path=x", "server_port=15555")
+
+    @pytest.mark.parametrize(
+        ("overrides", "expected"), [([], 1), (["auth_dir=keys"], 4), (["auth_dir=keys", "n_connections=2"], 2)]
+    )
+    def test_open_backend_connections_follow_encryption(
+        self, overrides: list[str], expected: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        opened: dict[str, Any] = {}
+        monkeypatch.setattr(backends, "TeacherClient", lambda *_, **options: opened.update(options))
+        backends.open_backend(configured(*overrides), "default")
+        assert opened["n_connections"] == expected
+
+    def test_hf_with_worker_count_is_accepted(self) -> None:
+        configured("backend=hf", "model_path=x", "n_server_workers=2", "top_k=4")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_qwen2: Path) -> Any:
+    return Qwen2ForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32).eval()
+
+
+class TestHfTeacher:
+    @pytest.fixture
+    def hf_teacher(self, tiny_qwen2: Path) -> Iterator[HfTeacher]:
+        teacher = HfTeacher(str(tiny_qwen2), top_k=8, device="cpu")
+        yield teacher
+        teacher.close()
+
+    def test_hello_describes_model(self, hf_teacher: HfTeacher, tiny_qwen2: Path) -> None:
+        info = hf_teacher.hello()
+        assert info.tokenizer_fingerprint == tokenizer_fingerprint(AutoTokenizer.from_pretrained(tiny_qwen2))
+        assert (info.n_tokens, info.n_logprobs, info.max_model_len) == (VOCAB_SIZE, 8, MAX_MODEL_LEN)
+        assert info.eos_token_ids == (1,) and info.model_name == tiny_qwen2.name
+
+    @pytest.mark.parametrize("fits", [True, False])
+    def test_preflight_compares_tokenizer_fingerprint(
+        self, hf_teacher: HfTeacher, tiny_qwen2: Path, fits: bool
+    ) -> None:
+        fingerprint = hf_teacher.hello().tokenizer_fingerprint if fits else "sha256:0"
+        tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
+        student = Student(tiny_qwen2, VOCAB_SIZE, tokenizer, fingerprint, VOCAB_SIZE)
+        limits = ["data.max_prompt_length=32", "data.max_response_length=32", "gkd.distill_temperature=2"]
+        config = configured("backend=hf", f"model_path={tiny_qwen2}", "top_k=8", others=limits)
+        if fits:
+            assert check_teacher("default", hf_teacher, student, config) == hf_teacher.hello()
+            return
+        with raises(VocabularyMismatch, keys=(), ids=()):
+            check_teacher("default", hf_teacher, student, config)
+
+    def test_restricted_scores_equal_float64_log_softmax_of_fewer_ids(self, hf_teacher: HfTeacher, model: Any) -> None:
+        n_ids = 40
+        sequence = TeacherSequence(np.arange(1, 30, dtype=np.int32), 5)
+        hf_teacher.restrict_ids(n_ids)
+        [scored] = hf_teacher.submit([sequence]).result(timeout=30)
+        with torch.no_grad():
+            logits_NV = model(torch.as_tensor(sequence.token_ids).long()[None]).logits[0].double()
+        logps_TV = logits_NV[4:-1, :n_ids].log_softmax(1)
+        expected = logps_TV.topk(8)
+        np.testing.assert_allclose(scored.topk_logps_TK, expected.values, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(scored.topk_ids_TK, expected.indices)
+        sampled_T = logps_TV.gather(1, torch.as_tensor(sequence.token_ids[5:]).long()[:, None])[:, 0]
+        np.testing.assert_allclose(scored.sampled_logps_T, sampled_T, rtol=1e-5, atol=1e-5)
+        refused = hf_teacher.submit([TeacherSequence([1, n_ids], 1)])
+        with raises(TeacherRequestError, sequence=0, argument="token_ids"):
+            refused.result(timeout=30)
+
+    def test_preflight_restricts_teacher_with_further_tokens(self, hf_teacher: HfTeacher, tiny_qwen2: Path) -> None:
+        """The student's tokenizer is the teacher's without its last three tokens."""
+        vocabulary = AutoTokenizer.from_pretrained(tiny_qwen2).get_vocab()
+        shorter = SimpleNamespace(get_vocab=lambda: {t: i for t, i in vocabulary.items() if i < VOCAB_SIZE - 3})
+        student = Student(tiny_qwen2, VOCAB_SIZE, shorter, tokenizer_fingerprint(shorter), VOCAB_SIZE - 3)
+        limits = ["data.max_prompt_length=32", "data.max_response_length=32"]
+        options = ("backend=hf", f"model_path={tiny_qwen2}", "top_k=8")
+        with raises(VocabularyMismatch, keys=(f"{KEY}.vocabulary",)):
+            check_teacher("default", hf_teacher, student, configured(*options, others=limits))
+        check_teacher("default", hf_teacher, student, configured(*options, "vocabulary=compatible", others=limits))
+        [scored] = hf_teacher.submit([TeacherSequence([1, 2, 3], 1)]).result(timeout=30)
+        assert scored.topk_ids_TK.max() < VOCAB_SIZE - 3
+
+    @pytest.mark.parametrize("batch_tokens", [1, 100, 10_000])
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_scores_equal_float64_log_softmax(
+        self, hf_teacher: HfTeacher, model: Any, temperature: float, batch_tokens: int
+    ) -> None:
+        hf_teacher._batch_tokens = batch_tokens
+        sequences = random_sequences((5, 1), (64, 60), (2, 1), (40, 7), (17, 16))
+        scored = hf_teacher.submit(sequences, 30.0, temperature=temperature).result(timeout=30)
+        check_scores("hf", sequences, scored)
+        for sequence, result in zip(sequences, scored, strict=True):
+            want_TV = expected_logps(model, sequence, temperature)
+            assert np.abs(result.topk_logps_TK + np.sort(-want_TV, axis=1)[:, :8]).max() < 1e-5
+            np.testing.assert_allclose(
+                result.topk_logps_TK, np.take_along_axis(want_TV, result.topk_ids_TK, 1), atol=1e-5
+            )
+            response_T1 = sequence.token_ids[sequence.prompt_len :, None]
+            sampled_T = np.take_along_axis(want_TV, response_T1, 1)[:, 0]
+            np.testing.assert_allclose(result.sampled_logps_T, sampled_T, atol=1e-5)
+            assert result.topk_ids_TK.dtype == np.int32 and result.topk_logps_TK.dtype == np.float32
+
+    @pytest.mark.parametrize("batch_tokens", [1, 7])
+    def test_logits_of_long_response_stay_within_bound(self, hf_teacher: HfTeacher, batch_tokens: int) -> None:
+        hf_teacher._batch_tokens = batch_tokens
+        n_positions: list[int] = []
+        layer = hf_teacher._model._output_layer
+        hook = layer.register_forward_hook(lambda _layer, _args, logits: n_positions.append(logits[..., 0].numel()))
+        try:
+            hf_teacher.submit(random_sequences((64, 10), (20, 15))).result(timeout=30)
+        finally:
+            hook.remove()
+        assert n_positions and max(n_positions) == batch_tokens
+
+    @pytest.mark.parametrize("ids", [[1, VOCAB_SIZE], [1] * (MAX_MODEL_LEN + 1)], ids=["id", "length"])
+    def test_invalid_sequence_fails_its_request(self, hf_teacher: HfTeacher, ids: list[int]) -> None:
+        future = hf_teacher.submit([TeacherSequence(np.array(each, np.int32), 1) for each in ([1, 2], ids)])
+        with raises(TeacherRequestError, sequence=1, argument="token_ids"):
+            future.result(timeout=5)
+
+    def test_deadline_fails_request_while_model_runs(
+        self, hf_teacher: HfTeacher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        blocked = threading.Event()
+        score_batch = hf_teacher._score_batch
+        monkeypatch.setattr(hf_teacher, "_score_batch", lambda *batch: blocked.wait(30) and score_batch(*batch))
+        late = [hf_teacher.submit(random_sequences((5, 1)), 0.05) for _ in range(2)]
+        for future in late:
+            with raises(TeacherTimeout, stage="scoring", options=(f"{KEY}.timeout_s",)):
+                future.result(timeout=20)
+        blocked.set()
+        assert len(hf_teacher.submit(random_sequences((5, 1))).result(timeout=20)) == 1
+
+    def test_cancelled_request_is_skipped(self, hf_teacher: HfTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
+        scored: list[int] = []
+        started, blocked = threading.Event(), threading.Event()
+        score_batch = hf_teacher._score_batch
+
+        def score(sequences: list[TeacherSequence], temperature: float) -> list[ScoredSequence]:
+            started.set()
+            blocked.wait(30)
+            scored.append(len(sequences))
+            return score_batch(sequences, temperature)
+
+        monkeypatch.setattr(hf_teacher, "_score_batch", score)
+        first, second, third = (hf_teacher.submit(random_sequences(*[(5, 1)] * n)) for n in (1, 2, 3))
+        assert started.wait(20) and second.cancel()
+        blocked.set()
+        assert len(first.result(timeout=20)) == 1 and len(third.result(timeout=20)) == 3
+        assert scored == [1, 3]
+
+    def test_model_error_fails_request_and_keeps_teacher_usable(
+        self, hf_teacher: HfTeacher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(hf_teacher, "_score_batch", lambda *batch: 1 / 0)
+            with raises(TeacherError, operation="scoring 1 sequences"):
+                hf_teacher.submit(random_sequences((5, 1))).result(timeout=20)
+        assert len(hf_teacher.submit(random_sequences((5, 1))).result(timeout=20)) == 1
+
+    def test_close_fails_open_requests(self, tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        teacher = HfTeacher(str(tiny_qwen2), device="cpu")
+        started, blocked = threading.Event(), threading.Event()
+        monkeypatch.setattr(teacher, "_score_batch", lambda *batch: started.set() or blocked.wait(30))
+        future = teacher.submit(random_sequences((5, 1)))
+        assert started.wait(20)
+        closing = threading.Thread(target=teacher.close)
+        closing.start()
+        with raises(TeacherClosed, operation="scoring 1 sequences"):
+            future.result(timeout=20)
+        blocked.set()
+        closing.join(timeout=20)
+        assert not closing.is_alive()
+        with raises(TeacherClosed, operation=""):
+            teacher.submit(random_sequences((5, 1)))
+
+    def test_missing_folder_raises_with_key(self, tmp_path: Path) -> None:
+        with raises(TeacherSetupError, path=tmp_path / "none", options=(f"{KEY}.model_path",)):
+            HfTeacher(str(tmp_path / "none"))
+
+    def test_open_teachers_routes_samples_to_it(self, tiny_qwen2: Path) -> None:
+        config = configured("backend=hf", f"model_path={tiny_qwen2}", "top_k=4")
+        with open_teachers(config, ROUTES) as teachers:
+            samples = asyncio.run(teachers.score([pair(0), pair(5)], step=0))
+        assert [sample.teacher.logps_TK.shape for sample in samples] == [(1, 4), (3, 4)]
+
+
+class TestCheckScores:
+    SEQUENCE = TeacherSequence(np.zeros(5, np.int32), 2)
+
+    @pytest.mark.parametrize(
+        "shapes", [[(2, 4), (3, 4), (3,)], [(3, 4), (3, 5), (3,)], [(3, 4), (3, 4), (2,)], [(3,)] * 3]
+    )
+    def test_wrong_shape_raises(self, shapes: list[tuple[int, ...]]) -> None:
+        scored = ScoredSequence(*(np.zeros(shape) for shape in shapes))
+        with raises(TeacherProtocolError, teacher="a", sequence=0):
+            check_scores("a", [self.SEQUENCE], [scored])
+
+    def test_missing_result_raises(self) -> None:
+        with raises(TeacherProtocolError, teacher="a", sequence=None):
+            check_scores("a", [self.SEQUENCE], [])
+
+
+class TestResultWithin:
+    def test_future_that_is_never_done_times_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(backends, "RESULT_MARGIN_S", 0.01)
+
+        async def wait() -> None:
+            await backends.result_within(asyncio.wrap_future(Future[None]()), 0.02, "math")
+
+        with raises(TeacherTimeout, teacher="math", stage="submit"):
+            asyncio.run(wait())
+
+    def test_timeout_error_of_backend_is_no_missed_deadline(self) -> None:
+        of_library = TimeoutError("of a library")
+
+        async def wait() -> None:
+            future = Future[None]()
+            future.set_exception(of_library)
+            await backends.result_within(asyncio.wrap_future(future), 600.0, "math")
+
+        with pytest.raises(TimeoutError) as raised:
+            asyncio.run(wait())
+        assert type(raised.value) is TimeoutError and raised.value.args == of_library.args
+
+    def test_canceled_caller_cancels_request(self) -> None:
+        request = Future[None]()
+
+        async def cancel() -> None:
+            waiting = asyncio.create_task(backends.result_within(asyncio.wrap_future(request), 600.0, "math"))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+        asyncio.run(cancel())
+        assert request.cancelled()
