@@ -23,8 +23,10 @@ ONE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+def on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Megatron's embedding use the CPU, except in a test of the GPU, where Triton's driver keeps this function."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
 
 def megatron_embedding(**options: Any) -> RotaryEmbedding:
@@ -122,10 +124,8 @@ class TestAttentionLayer:
     def test_layer_does_not_wait_for_the_gpu(self) -> None:
         row = packed_row(2, 5, device="cuda")
         packed = PackedRotaryEmbedding(megatron_embedding(), torch.bfloat16)
-        packed(packed_row(2, 5))
-        assert packed._table_S2D is not None
-        packed._table_S2D = packed._table_S2D.cuda()
         heads = torch.randn(7, 2, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        self.apply(heads, packed(row), row)  # makes the table, and compiles the kernel
         torch.cuda.set_sync_debug_mode("error")
         try:
             self.apply(heads, packed(row), row)
