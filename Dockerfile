@@ -6,7 +6,7 @@
 #
 # --shm-size: Ray's objects, NCCL and vLLM use /dev/shm, and Docker's default is 64 MiB (or --ipc=host).
 # memlock: InfiniBand and pinned buffers. --network=host: Ray and NCCL use arbitrary ports. For InfiniBand also pass
-# --device=/dev/infiniband. docs/operations.md, "On a cluster", has the rest.
+# --device=/dev/infiniband. docs/cluster.md, "On a cluster", has the rest.
 #
 # The small CUDA image is enough: the packages bring CUDA's libraries, and the host brings the driver. Triton compiles
 # a launcher for each kernel at run time, which needs gcc and Python's headers, but not nvcc. Only Transformer Engine

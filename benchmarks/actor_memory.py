@@ -1,6 +1,6 @@
 """Compute the GPU memory of an actor rank from the dimensions of a dense model. Nothing is measured.
 
-    python benchmarks/actor_memory.py                          print the table of docs/operations.md
+    python benchmarks/actor_memory.py                          print the table of docs/actor.md
     python benchmarks/actor_memory.py --model DIR --tp 2 --pp 1 --dp 2 --max-token-len 16384 [--recompute]
 
 The formula counts, in bytes per rank, for bfloat16 with the distributed optimizer:
@@ -132,7 +132,7 @@ COLUMNS = ((8192, False), (16384, False), (16384, True), (32768, True))
 
 
 def table() -> str:
-    """Return the table of docs/operations.md as Markdown."""
+    """Return the table of docs/actor.md as Markdown."""
     titles = [f"{tokens // 1024}k{', recompute' if recompute else ''}" for tokens, recompute in COLUMNS]
     lines = [f"| model | TP x PP x DP | {' | '.join(titles)} |", "|---|---|" + "---|" * len(COLUMNS)]
     for name, layout in ROWS:

@@ -12,7 +12,7 @@
 # a path that exists in the current directory, and a relative OUTPUT_DIR, are made absolute here, and paths in overrides
 # by the job. Everything else, such as a hub name, is passed on as it is; a relative path that the current directory
 # does not have is one of the job's working directory, a copy of this checkout. Variables of this shell that start with
-# NCCL_, GLOO_, TORCH_, PYTORCH_ or VLLM_ reach all workers (docs/operations.md, "On a cluster").
+# NCCL_, GLOO_, TORCH_, PYTORCH_ or VLLM_ reach all workers (docs/cluster.md, "On a cluster").
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,4 +1,4 @@
-"""Print the table of messages of ``docs/teacher.md``: ``python -m teacher.wire``."""
+"""Print the table of messages of ``docs/teacher_service.md``: ``python -m teacher.wire``."""
 
 from __future__ import annotations
 

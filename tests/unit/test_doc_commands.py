@@ -117,7 +117,8 @@ RULES: dict[str, tuple[str, Callable[[list[str], list[str]], None]]] = {
     "keys": (r"\S*python3? -m recipe_gkd\.config", nothing),
     "script": (r"(?:bash |sbatch )?(?=(?:launch|teacher)/\w+\.(?:sh|sbatch))", check_script),
     "pip": (r"pip install ", check_pip),
-    "benchmark": (r"\S*python3? (?=benchmarks/)", check_file),
+    "models": (r"\S*python3? -m recipe_gkd\.quickstart\.prepare ", nothing),
+    "file": (r"\S*python3? (?=benchmarks/|docs/examples/)", check_file),
     "system": (
         r"(?:python3\.\d+ -m venv|source|export|ray|scp|cp|install|systemctl|kubectl|docker|pre-commit|mv|'\(sed') ",
         nothing,

@@ -17,7 +17,7 @@ from tests._support.repository import REPO
 PAGES = sorted(REPO.glob("docs/*.md")) + [REPO / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 MAX_COLUMNS = 120
 SECTIONS = "data|actor_rollout_ref|rollout|gkd|trainer|custom_reward_function|ray_init"
-KEY = re.compile(rf"(?<![\w/.])((?:{SECTIONS})(?:\.(?!py\b)[a-z_]+)+)(?![\w(.*/{{-])")
+KEY = re.compile(rf"(?<![\w/.])((?:{SECTIONS})(?:\.(?!(?:py|md)\b)[a-z_]+)+)(?![\w(.*/{{-])")
 
 
 def page_id(page: Path) -> str:
@@ -96,8 +96,8 @@ def test_config_page_is_what_the_command_prints() -> None:
 
 
 def test_pages_contain_the_examples_that_are_tested() -> None:
-    pages = "".join((REPO / "docs" / name).read_text() for name in ("customization.md", "data.md"))
+    pages = "".join((REPO / "docs" / name).read_text() for name in ("customization.md", "data.md", "tutorial.md"))
     blocks = re.findall(r"```python\n(.*?)```", pages, flags=re.DOTALL)
     examples = sorted((REPO / "docs/examples").glob("*.py"))
-    assert len(examples) == 6
+    assert len(examples) == 7
     assert {example.read_text() for example in examples} <= set(blocks)

@@ -1,4 +1,4 @@
-"""Failures outside of the optimizer step: each row of the table in docs/operations.md has a test that fails it."""
+"""Failures outside of the optimizer step: each row of the table in docs/failures.md has a test that fails it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 def documented() -> list[str]:
     """Return the first cells of the table."""
-    text = (REPO / "docs" / "operations.md").read_text().partition(TITLE)[2].partition("\n#")[0]
+    text = (REPO / "docs" / "failures.md").read_text().partition(TITLE)[2].partition("\n#")[0]
     return re.findall(r"^\| ([^|]+?) \|", text, re.MULTILINE)[1:]  # without the header
 
 

@@ -247,7 +247,7 @@ class ActorConfig:
     """Actor, the student in training, section ``actor_rollout_ref.actor``."""
 
     strategy: Strategy = key(
-        "Training backend. `megatron`: Megatron-core, any parallel layout, for the families of docs/operations.md. "
+        "Training backend. `megatron`: Megatron-core, any parallel layout, for the families of docs/actor.md. "
         "`fsdp`: PyTorch FSDP2 with data parallelism, for the causal language models of transformers that vLLM serves."
     )
     micro_batch_size: int = key(

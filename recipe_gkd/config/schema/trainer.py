@@ -172,7 +172,7 @@ class TrainerConfig:
         "Reaction of an actor that runs out of memory during an update. `fail`: the run ends. `split`: "
         "`actor.max_token_len` is lowered by halving for the rest of the run and the update is repeated, with the same "
         "result up to the order of sums. Needs ranks that do not wait for each other within a pass (data parallelism "
-        "only; with FSDP on several ranks `fsdp_size=1`): see docs/operations.md."
+        "only; with FSDP on several ranks `fsdp_size=1`): see docs/failures.md."
     )
     max_worker_restarts: int = key(
         "Maximum number of rollout workers that are replaced during a run, because they died or missed a deadline, and "

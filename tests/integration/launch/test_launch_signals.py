@@ -96,7 +96,7 @@ def start(checkout: Path) -> Iterator[Start]:
 
 
 DOCUMENTED = ("TERM", "USR1", "HUP", "INT")
-"""Signals of docs/operations.md."""
+"""Signals of docs/failures.md."""
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

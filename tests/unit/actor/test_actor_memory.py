@@ -49,4 +49,4 @@ class TestRankBytes:
 
 
 def test_documentation_has_the_computed_table() -> None:
-    assert table() in (REPO / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert table() in (REPO / "docs" / "actor.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Arguments of the client: accepted forms, errors that name them, and the examples of docs/teacher.md."""
+"""Arguments of the client: accepted forms, errors that name them, and the examples of docs/teacher_service.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def port() -> Iterator[int]:
 
 
 def client_examples() -> list[str]:
-    page = (REPO / "docs" / "teacher.md").read_text(encoding="utf-8")
+    page = (REPO / "docs" / "teacher_service.md").read_text(encoding="utf-8")
     section = page.split("## The Python client\n")[1].split("\n## ")[0]
     return re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
 

@@ -404,4 +404,4 @@ def test_every_field_of_a_message_declares_its_wire_type() -> None:
 def test_page_has_the_table_of_messages() -> None:
     printed = subprocess.run([sys.executable, "-m", "teacher.wire"], capture_output=True, text=True, check=True)
     assert printed.stdout.count("\n") == len(MESSAGES) + 2
-    assert printed.stdout in (REPO / "docs/teacher.md").read_text(encoding="utf-8")
+    assert printed.stdout in (REPO / "docs/teacher_service.md").read_text(encoding="utf-8")
