@@ -1,7 +1,7 @@
 """Messages between client, proxy and workers. Each is declared here once, with the wire types of its fields.
 
-Encoding, decoding, limits and the table in ``docs/teacher_service.md`` are derived from these classes. A changed kind or
-field requires a new ``PROTOCOL_VERSION``.
+Encoding, decoding, limits and the table in ``docs/teacher_service.md`` are derived from these classes. A changed kind
+or field requires a new ``PROTOCOL_VERSION``.
 """
 
 from __future__ import annotations
