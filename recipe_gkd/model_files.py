@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipe_gkd.config.keys import MODEL_PATH
 from recipe_gkd.errors import ModelError
 from teacher.weight_files import INDEX_NAME, find_damaged_weights, open_weights, weight_files
 
@@ -42,6 +43,40 @@ class Student:
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
     n_tokens: int
+
+
+def find_model(name: str, key: str = MODEL_PATH) -> Path:
+    """Return the folder of a model.
+
+    Args:
+        name: Path of a folder, or name of a hub model that ``hf download`` has put into the local cache.
+        key: Configuration key or option of the name, for messages.
+
+    Raises:
+        ModelError: There is no such folder, or it has no ``config.json``.
+    """
+    path = Path(name)
+    if not path.is_dir() and name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            path = Path(snapshot_download(name, local_files_only=True))
+        except LocalEntryNotFoundError as error:
+            raise ModelError(
+                f"{key}={name} is neither a folder (seen from {Path.cwd()}) nor in the local hub cache",
+                remedy=f"give a folder, or run: hf download {name}",
+                path=Path(name),
+            ) from error
+    if not (path / "config.json").is_file():
+        found = "does not exist" if not path.exists() else "has no config.json"
+        raise ModelError(
+            f"{key}={name}: {path.absolute()} {found}; expected a Hugging Face model folder with config.json, "
+            "tokenizer and safetensors",
+            path=path,
+            names=("config.json",) if path.exists() else (),
+        )
+    return path
 
 
 def check_weight_files(folder: Path) -> None:
@@ -119,9 +154,36 @@ def check_tokenizer_files(folder: Path) -> None:
         missing += [name for name in incomplete or VOCABULARY_FILES[0] if not (folder / name).is_file()]
     if missing:
         raise ModelError(
-            f"actor_rollout_ref.model.path: {folder} has no {', '.join(missing)}",
+            f"{MODEL_PATH}: {folder} has no {', '.join(missing)}",
             remedy="save the student's original tokenizer there "
             "(AutoTokenizer.from_pretrained(...).save_pretrained(...))",
             path=folder,
             names=tuple(missing),
         )
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder.
+
+    Args:
+        folder: The folder.
+        trust_remote_code: True to run the folder's Python code.
+
+    Raises:
+        ModelError: The tokenizer files are missing or invalid.
+    """
+    from transformers import AutoTokenizer
+
+    if not trust_remote_code:  # custom code may read tokenizer files of other names
+        check_tokenizer_files(folder)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"the tokenizer in {folder} cannot be loaded: {error}",
+            remedy="copy the original tokenizer files of the model into the folder",
+            path=folder,
+        ) from error
+    return tokenizer

@@ -20,8 +20,8 @@ from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.objective import max_scored_tokens
 from recipe_gkd.config.prompt_settings import prompt_settings
 from recipe_gkd.config.teachers import names
-from recipe_gkd.errors import ConfigError, ModelError
-from recipe_gkd.model_files import Student, check_tied_output_layer, check_tokenizer_files, check_weight_files
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.model_files import Student, check_tied_output_layer, check_weight_files, find_model, load_tokenizer
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
 from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
@@ -49,8 +49,6 @@ def read_student(config: Config) -> Student:
         ModelError: The folder or one of its files is missing or unusable.
         ConfigError: The model does not fit the configuration, or a metric of the custom loss has a name in use.
     """
-    import transformers
-
     check_metric_names(config)
     model = config.actor_rollout_ref.model
     path = find_model(model.path)
@@ -69,18 +67,7 @@ def read_student(config: Config) -> Student:
     check_weight_files(path)
     if load_hf_config(path, trust_remote_code=model.trust_remote_code).get_text_config().tie_word_embeddings:
         check_tied_output_layer(path)
-    if not model.trust_remote_code:  # custom code may read tokenizer files of other names
-        check_tokenizer_files(path)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"the tokenizer in {path} cannot be loaded: {error}",
-            remedy="copy the original tokenizer files of the model into the folder",
-            path=path,
-        ) from error
+    tokenizer = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
     n_tokens = min(count_ids(tokenizer), dims.vocab_size)
     for text in conversion_warnings(config, path):
         log.warning("%s", text)
@@ -169,40 +156,6 @@ def with_model_path(config: Config, path: Path) -> Config:
     """Return the configuration with ``path`` as the student's model, so that workers need no access to the hub."""
     model = replace(config.actor_rollout_ref.model, path=str(path.absolute()))
     return replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, model=model))
-
-
-def find_model(name: str, key: str = "actor_rollout_ref.model.path") -> Path:
-    """Return the folder of a model.
-
-    Args:
-        name: Path of a folder, or name of a hub model that ``hf download`` has put into the local cache.
-        key: Configuration key or option of the name, for messages.
-
-    Raises:
-        ModelError: There is no such folder, or it has no ``config.json``.
-    """
-    path = Path(name)
-    if not path.is_dir() and name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            path = Path(snapshot_download(name, local_files_only=True))
-        except LocalEntryNotFoundError as error:
-            raise ModelError(
-                f"{key}={name} is neither a folder (seen from {Path.cwd()}) nor in the local hub cache",
-                remedy=f"give a folder, or run: hf download {name}",
-                path=Path(name),
-            ) from error
-    if not (path / "config.json").is_file():
-        found = "does not exist" if not path.exists() else "has no config.json"
-        raise ModelError(
-            f"{key}={name}: {path.absolute()} {found}; expected a Hugging Face model folder with config.json, "
-            "tokenizer and safetensors",
-            path=path,
-            names=("config.json",) if path.exists() else (),
-        )
-    return path
 
 
 def check_teachers(clients: Mapping[str, TeacherBackend], student: Student, config: Config) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from typing import Any
 from recipe_gkd.config import load_config
 from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.errors import DataError, GkdError
+from recipe_gkd.model_files import load_tokenizer
 from recipe_gkd.quickstart.task import Problem, final_number, is_exact
 from recipe_gkd.rollout.offline_engine import (
     OfflineEngineOptions,
@@ -135,9 +136,7 @@ def generate_greedy(model: Path, chats: list[list[dict[str, str]]]) -> list[str]
     """
     check_model_folder(model)
     prepare_environment()
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = load_tokenizer(model)
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
     options = OfflineEngineOptions(dtype="float32", gpu_memory_utilization=0.2, cpu_cache_bytes=KV_CACHE_BYTES)
     with vllm_engine(model, options, n_tokens=count_ids(tokenizer)) as engine:

@@ -14,13 +14,12 @@ import torch
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError, ModelError
-from recipe_gkd.model_files import Student
+from recipe_gkd.model_files import Student, find_model
 from recipe_gkd.preflight import (
     _CPU_FLAGS,
     check_stop_ids,
     check_teachers,
     conversion_warnings,
-    find_model,
     read_student,
     slow_type_advice,
 )

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from recipe_gkd.commands.arguments import command_parser
+from recipe_gkd.config.compose import compose_config
 from recipe_gkd.config.keys import MODEL_PATH
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.schema import DataConfig
@@ -20,6 +22,7 @@ from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_p
 from recipe_gkd.data.values import Unreadable
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import DataError
+from recipe_gkd.model_files import find_model, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,8 +67,7 @@ def _report(arguments: argparse.Namespace) -> Iterator[str]:
     file, *overrides = arguments.overrides or [""]
     if not file:
         raise DataError("no file was given; expected: data inspect FILE [key=value ...]")
-    given = {override.lstrip("+").partition("=")[0] for override in overrides}
-    model = [] if MODEL_PATH in given else [f"{MODEL_PATH}={_NO_MODEL}"]
+    model = [] if _names_model(arguments, overrides) else [f"{MODEL_PATH}={_NO_MODEL}"]
     quoted = file.replace("\\", "\\\\").replace('"', '\\"')
     config = read_config(
         arguments.config_name, [f'data.train_files="{quoted}"', *model, *overrides], arguments.config_dir
@@ -76,10 +78,17 @@ def _report(arguments: argparse.Namespace) -> Iterator[str]:
     if model:
         yield f"no lengths and no rendered prompt, because no tokenizer is given; add {MODEL_PATH}=FOLDER"
         return
-    from teacher.engines.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    model_config = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(find_model(model_config.path), trust_remote_code=model_config.trust_remote_code)
     yield from describe_prompts(data_set, config.data, tokenizer, arguments.row)
+
+
+def _names_model(arguments: argparse.Namespace, overrides: Sequence[str]) -> bool:
+    """Return True if an override or the config file names the folder of a model."""
+    if any(override.lstrip("+").partition("=")[0] == MODEL_PATH for override in overrides):
+        return True
+    composed = compose_config(arguments.config_name, folder=arguments.config_dir)
+    return OmegaConf.select(composed, MODEL_PATH, throw_on_missing=False) is not None
 
 
 def describe_columns(data_set: DataSet) -> Iterator[str]:

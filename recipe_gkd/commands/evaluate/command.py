@@ -30,6 +30,7 @@ from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Response, Reward
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
+from recipe_gkd.model_files import load_tokenizer
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.rewards.reporting import reward_fields, scores_PN
 from recipe_gkd.rollout.offline_engine import (
@@ -140,7 +141,7 @@ def evaluate(
         RewardError: The reward function failed.
     """
     prepare_environment()
-    tokenizer = _tokenizer(folder, options.trust_remote_code)
+    tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
     data_set = read_data_set(config.data.val_files, config.data, NAME, config.data.val_max_samples)
     data = PromptData(data_set, config.data, tokenizer)
     factory = _item_factory(data, config, tokenizer, scorer)  # before the engine starts, because it may raise an error
@@ -234,12 +235,6 @@ def _response(generated: Generated, uid: int) -> Response:
         weights_version=0,
         versions_T=np.zeros(n, np.int32),
     )
-
-
-def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def model_folder(path: Path) -> Path:

@@ -20,7 +20,8 @@ from recipe_gkd.config.load import read_config
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.memory_budget.phases import GIB
 from recipe_gkd.memory_budget.slots import slot_memory
-from recipe_gkd.preflight import find_model, with_model_path
+from recipe_gkd.model_files import find_model
+from recipe_gkd.preflight import with_model_path
 
 _KEYS_WITHOUT_EFFECT = (TRAIN_FILES,)
 

@@ -28,7 +28,7 @@ from recipe_gkd.memory_budget.actor_states import ITEM_BYTES
 from recipe_gkd.memory_budget.slots import query_gpus
 from recipe_gkd.metrics.advice.step_time_model import StageSeconds, step_bound, step_seconds, step_time_bounds
 from recipe_gkd.metrics.device_peaks import MEMORY_TB_PER_S, PEAKS, memory_tb_per_s, peak_tflops
-from recipe_gkd.preflight import find_model
+from recipe_gkd.model_files import find_model
 
 _GPUS_PER_NODE = 8
 _MIB = 1 << 20

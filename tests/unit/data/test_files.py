@@ -81,6 +81,7 @@ class TestInspect:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         build_tokenizer().save_pretrained(tmp_path / "model")
+        (tmp_path / "model/config.json").write_text("{}")
         file = tmp_path / "a, b.jsonl"
         file.write_text("\n".join(json.dumps({"prompt": "1" * n, "answer": n}) for n in (1, 2, 3)))
         model = f"actor_rollout_ref.model.path={tmp_path / 'model'}"
@@ -96,6 +97,21 @@ class TestInspect:
         (tmp_path / "a.csv").write_text("prompt,answer\n1,2\n")
         assert main(["inspect", str(tmp_path / "a.csv")]) == 0
         assert "add actor_rollout_ref.model.path=FOLDER" in capsys.readouterr().out
+
+    def test_inspect_uses_the_model_of_the_config_file(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        build_tokenizer().save_pretrained(tmp_path / "model")
+        (tmp_path / "model/config.json").write_text("{}")
+        model = f"actor_rollout_ref: {{model: {{path: {tmp_path / 'model'}}}}}"
+        (tmp_path / "mine.yaml").write_text(f"defaults: [on_policy_distill_trainer, _self_]\n{model}\n")
+        (tmp_path / "a.csv").write_text("prompt\n11\n")
+        own = ["--config-path", str(tmp_path), "--config-name", "mine"]
+        assert main(["inspect", *own, str(tmp_path / "a.csv")]) == 0
+        assert "prompt tokens: min 2" in capsys.readouterr().out
+        missing = f"actor_rollout_ref.model.path={tmp_path / 'none'}"
+        assert main(["inspect", *own, str(tmp_path / "a.csv"), missing]) == 1
+        assert f"{missing}: {tmp_path / 'none'} does not exist" in capsys.readouterr().err
 
     @pytest.mark.parametrize("command", [["data", "inspect", "FILE"], ["--help"]])
     def test_command_whose_output_is_closed_ends_without_error(self, tmp_path: Path, command: list[str]) -> None:
