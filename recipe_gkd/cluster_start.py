@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.actor.ranks import RankReport
 from recipe_gkd.actor.ray_worker import ActorWorker
-from recipe_gkd.actor.student_dims import read_student_dims
+from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.cluster import SCORING_CONNECT_S, ActorReports, Cluster
 from recipe_gkd.config import Config

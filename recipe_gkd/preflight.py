@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
-from recipe_gkd.actor.student_dims import load_hf_config, read_student_dims
+from recipe_gkd.actor.strategy import read_student_dims
+from recipe_gkd.actor.student_dims import load_hf_config
 from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import runs_validation, uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.config.keys import TEACHER

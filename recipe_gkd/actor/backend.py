@@ -14,13 +14,11 @@ from torch.distributed import ProcessGroup
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.batch.device_batch import DeviceBatch
-from recipe_gkd.actor.hidden_module import hidden_module
-from recipe_gkd.actor.megatron.transformer_impl import resolve_transformer_impl
 from recipe_gkd.actor.offload import OffloadedStates
-from recipe_gkd.actor.ranks import Layout, RankSpec
-from recipe_gkd.config.schema import Config, OptimConfig
+from recipe_gkd.actor.ranks import Layout
+from recipe_gkd.config.schema import OptimConfig
 from recipe_gkd.config.schema.actor import ActorState
-from recipe_gkd.losses.student_output import Student
+from recipe_gkd.losses.student_output import StudentOutput
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan
     from recipe_gkd.actor.objective.objective import MicroBatchLosses
 
-LossFunction = Callable[[Student, DeviceBatch], "MicroBatchLosses"]
+LossFunction = Callable[[StudentOutput, DeviceBatch], "MicroBatchLosses"]
 """Function that computes the losses of the rows that predict a response token."""
 
 
@@ -187,28 +185,3 @@ class Backend(Protocol):
 
     def shutdown(self) -> None:
         """Destroy the process groups. Not collective."""
-
-
-def build_backend(config: Config, spec: RankSpec) -> Backend:
-    """Join the process groups, build the model, load its weights and create the optimizer. Collective.
-
-    Args:
-        config: Configuration of the run. ``actor_rollout_ref.actor.strategy`` selects the backend.
-        spec: This process.
-
-    Raises:
-        ModelError: The model folder cannot be read or is not supported.
-        ConfigError: The settings do not fit the model or the number of ranks.
-        DeadlineError: A rank did not reach the rendezvous within ``actor_rollout_ref.nccl_timeout``.
-    """
-    if config.actor_rollout_ref.actor.strategy == "fsdp":
-        from recipe_gkd.actor.fsdp.backend import FsdpBackend
-
-        return FsdpBackend(config, spec)
-    # Before Megatron is imported, because a defective Transformer Engine would make its import fail.
-    resolve_transformer_impl(config.actor_rollout_ref.actor.megatron.transformer_impl, spec.device)
-    # Megatron imports wandb if it is installed, which takes seconds and leaves temporary folders behind.
-    with hidden_module("wandb"):
-        from recipe_gkd.actor.megatron.backend import MegatronBackend
-
-    return MegatronBackend(config, spec)

@@ -12,7 +12,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor.backend import Backend, build_backend
+from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.checkpoint.hf_save import save_hf_folder
 from recipe_gkd.actor.checkpoint.writer import CheckpointWriter
 from recipe_gkd.actor.objective.kl_sums import KlSums, kl_sums
@@ -20,6 +20,7 @@ from recipe_gkd.actor.objective.log_probs import Continuation, continuation_log_
 from recipe_gkd.actor.offload import state_sizes
 from recipe_gkd.actor.profile import profiled
 from recipe_gkd.actor.ranks import Layout, RankReport, RankSpec, Rendezvous
+from recipe_gkd.actor.strategy import build_backend
 from recipe_gkd.actor.update import Updater
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.schema.actor import ActorState

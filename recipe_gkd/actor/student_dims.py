@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ModelError
 
 if TYPE_CHECKING:
@@ -78,26 +77,6 @@ class StudentDims:
             max_tokens: Length of the longest sequence of the run.
         """
         return None
-
-
-def read_student_dims(path: str | Path, config: Config) -> StudentDims:
-    """Return the dimensions of the student for the training backend of a run.
-
-    Args:
-        path: Model folder with a ``config.json``.
-        config: Configuration of the run. ``actor_rollout_ref.actor.strategy`` selects the supported models.
-
-    Raises:
-        ModelError: The folder has no readable ``config.json``, or the backend does not support the model.
-    """
-    trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
-    if config.actor_rollout_ref.actor.strategy == "fsdp":
-        from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
-
-        return read_causal_lm_dims(path, trust_remote_code=trust_remote_code)
-    from recipe_gkd.actor.megatron.model_dims import read_model_dims
-
-    return read_model_dims(path, trust_remote_code=trust_remote_code)
 
 
 def read_config_json(path: str | Path) -> dict[str, Any]:

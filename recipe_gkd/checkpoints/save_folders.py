@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from recipe_gkd.checkpoints.state import Best, Progress
-from recipe_gkd.checkpoints.store import CheckpointWriter, remove_old
+from recipe_gkd.checkpoints.store import CheckpointFolderWriter, remove_old
 from recipe_gkd.errors import CheckpointError
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.runtime.wait_log import waiting_for
@@ -78,13 +78,13 @@ class SaveFolders:
         """True if :meth:`complete` has started to complete a folder that is not complete yet."""
         return self._completion is not None
 
-    async def make(self, progress: Progress, best: Best | None) -> CheckpointWriter:
+    async def make(self, progress: Progress, best: Best | None) -> CheckpointFolderWriter:
         """Make the folder of a new checkpoint.
 
         Raises:
             CheckpointError: The disk failed, or did not answer in time.
         """
-        making = self._disk.start(CheckpointWriter, self._root, progress, best)
+        making = self._disk.start(CheckpointFolderWriter, self._root, progress, best)
         with waiting_for(f"checkpoint of step {progress.step}", self._timeout_s, f"the disk of {self._root}"):
             await asyncio.wait([making], timeout=self._timeout_s)
         if not making.done():
@@ -95,7 +95,7 @@ class SaveFolders:
             )
         return making.result()
 
-    async def complete(self, writer: CheckpointWriter, *, wait: bool, timeout_s: float | None = None) -> bool:
+    async def complete(self, writer: CheckpointFolderWriter, *, wait: bool, timeout_s: float | None = None) -> bool:
         """Flush and rename a folder that all ranks have written, and remove old checkpoints.
 
         If the caller is canceled, the thread continues, and the next call awaits it.
@@ -131,7 +131,7 @@ class SaveFolders:
             log.info("removed the checkpoints of steps %s (trainer.max_actor_ckpt_to_keep)", removed)
         return True
 
-    async def discard(self, writer: CheckpointWriter) -> None:
+    async def discard(self, writer: CheckpointFolderWriter) -> None:
         """Remove the folder of a failed save. If that takes long, it continues in its thread."""
         self._completion = None
         removal = self._disk.start(writer.discard)
@@ -144,7 +144,7 @@ class SaveFolders:
             )
 
 
-def complete_and_clean_up(writer: CheckpointWriter, keep: int | None) -> list[int]:
+def complete_and_clean_up(writer: CheckpointFolderWriter, keep: int | None) -> list[int]:
     """Complete a checkpoint and remove old ones. A failed removal is logged as a warning.
 
     Args:

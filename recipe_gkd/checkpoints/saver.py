@@ -27,7 +27,7 @@ from recipe_gkd.checkpoints.folders import final_folder
 from recipe_gkd.checkpoints.save_failures import FailedSave, SaveFailures
 from recipe_gkd.checkpoints.save_folders import SaveFolders
 from recipe_gkd.checkpoints.state import Best, Progress
-from recipe_gkd.checkpoints.store import CheckpointWriter, keep_best
+from recipe_gkd.checkpoints.store import CheckpointFolderWriter, keep_best
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.errors import CheckpointError, GkdError, SavesFailed
@@ -137,7 +137,7 @@ class CheckpointSaver:
         self._folders = SaveFolders(root, keep=config.trainer.max_actor_ckpt_to_keep, timeout_s=timeout_s)
         self._failures = SaveFailures(config.trainer.save_failures_allowed)
         self._best_on_disk = best
-        self._writer: CheckpointWriter | None = None
+        self._writer: CheckpointFolderWriter | None = None
         self.is_pending = False
 
     @property

@@ -32,12 +32,12 @@ from recipe_gkd.runtime.durable_files import sync_folder, sync_tree, write_durab
 BEST, LINK = "best.json", "best"
 
 
-class CheckpointWriter:
+class CheckpointFolderWriter:
     """Checkpoint that is being written.
 
     Lifecycle::
 
-        writer = CheckpointWriter(root, progress)   # makes writer.folder, with a temporary name
+        writer = CheckpointFolderWriter(root, progress)   # makes writer.folder, with a temporary name
         ...                                         # the actors write into writer.folder / "actor"
         writer.complete()                           # or writer.discard()
 

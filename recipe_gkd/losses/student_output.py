@@ -15,7 +15,7 @@ from recipe_gkd.losses.log_stats import compute_log_stats
 from recipe_gkd.losses.logits_query import LogitsQuery, StudentLogStats
 
 
-class Student(Protocol):
+class StudentOutput(Protocol):
     """The student's output at T positions.
 
     All ranks of a tensor-parallel group call the same methods in the same order.
@@ -102,7 +102,7 @@ def student_output(
     tp_group: ProcessGroup | None,
     chunk_tokens: int | None,
     float32_head: bool,
-) -> Student:
+) -> StudentOutput:
     """Return the output of a model whose output layer may have been skipped.
 
     Args:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from recipe_gkd.actor.student_dims import StudentDims, read_student_dims
+from recipe_gkd.actor.strategy import read_student_dims
+from recipe_gkd.actor.student_dims import StudentDims
 from recipe_gkd.config import Config
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.data.samples import Sample

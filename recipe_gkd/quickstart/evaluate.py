@@ -27,7 +27,7 @@ from recipe_gkd.model_files import load_tokenizer
 from recipe_gkd.quickstart.task import Problem, final_number, is_exact
 from recipe_gkd.rollout.offline_engine import (
     OfflineEngineOptions,
-    Sampling,
+    OfflineSampling,
     check_model_folder,
     generate,
     prepare_environment,
@@ -60,7 +60,7 @@ class Example:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class QuickstartEvaluation:
     """Result of one model.
 
     Attributes:
@@ -95,7 +95,9 @@ def read_problems(path: Path, limit: int | None) -> list[dict[str, Any]]:
         raise error.replaced(remedy="create the file with python -m recipe_gkd.quickstart.prepare") from error
 
 
-def score(rows: list[dict[str, Any]], responses: list[str], *, model: str, data: str, seconds: float) -> Evaluation:
+def score(
+    rows: list[dict[str, Any]], responses: list[str], *, model: str, data: str, seconds: float
+) -> QuickstartEvaluation:
     """Count the exact responses.
 
     Args:
@@ -115,7 +117,7 @@ def score(rows: list[dict[str, Any]], responses: list[str], *, model: str, data:
         for row, response in zip(rows, responses, strict=True)
     ]
     n_exact = sum(example.exact for example in examples)
-    return Evaluation(
+    return QuickstartEvaluation(
         model=model, data=data, n=len(rows), n_exact=n_exact, accuracy=n_exact / len(rows),
         seconds=round(seconds, 2), examples=examples[:N_EXAMPLES],
     )  # fmt: skip
@@ -140,12 +142,12 @@ def generate_greedy(model: Path, chats: list[list[dict[str, str]]]) -> list[str]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
     options = OfflineEngineOptions(dtype="float32", gpu_memory_utilization=0.2, cpu_cache_bytes=KV_CACHE_BYTES)
     with vllm_engine(model, options, n_tokens=count_ids(tokenizer)) as engine:
-        outputs = [found for [found] in generate(engine, prompts, Sampling(max_tokens=MAX_RESPONSE_TOKENS))]
+        outputs = [found for [found] in generate(engine, prompts, OfflineSampling(max_tokens=MAX_RESPONSE_TOKENS))]
     texts = [tokenizer.decode(out.ids.tolist(), skip_special_tokens=True) for out in outputs]
     return [text if out.finish_reason == "stop" else text + "..." for text, out in zip(texts, outputs, strict=True)]
 
 
-def evaluate(model: Path, data: Path, limit: int | None = None, *, with_solution: bool = False) -> Evaluation:
+def evaluate(model: Path, data: Path, limit: int | None = None, *, with_solution: bool = False) -> QuickstartEvaluation:
     """Evaluate one model in this process.
 
     Args:
@@ -171,7 +173,7 @@ def with_given_solution(row: dict[str, Any]) -> list[dict[str, str]]:
     return Problem(int(a), int(b)).messages(with_solution=True)
 
 
-def render(evaluation: Evaluation) -> str:
+def render(evaluation: QuickstartEvaluation) -> str:
     """Return a summary with examples."""
     lines = [f"{evaluation.model}: {evaluation.n_exact} of {evaluation.n} answers exact ({evaluation.accuracy:.1%})"]
     for example in evaluation.examples:

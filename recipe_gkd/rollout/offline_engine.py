@@ -56,7 +56,7 @@ class OfflineEngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class OfflineSampling:
     """Settings of sampling.
 
     Attributes:
@@ -174,7 +174,9 @@ def vllm_engine(folder: Path, options: OfflineEngineOptions, *, n_tokens: int) -
         gc.collect()
 
 
-def generate(engine: LLM, prompts: Sequence[Sequence[int] | np.ndarray], sampling: Sampling) -> list[list[Generated]]:
+def generate(
+    engine: LLM, prompts: Sequence[Sequence[int] | np.ndarray], sampling: OfflineSampling
+) -> list[list[Generated]]:
     """Return ``n`` responses to each prompt.
 
     Args:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from recipe_gkd.checkpoints.folders import final_folder
 from recipe_gkd.checkpoints.state import Best, Progress
-from recipe_gkd.checkpoints.store import CheckpointWriter
+from recipe_gkd.checkpoints.store import CheckpointFolderWriter
 
 PROGRESS = Progress(step=4, prompts_trained=256, n_prompts=1000, data_seed=1, shuffle=True)
 
 
-def begin_checkpoint(root: Path, step: int = 4, content: str = "", best: Best | None = None) -> CheckpointWriter:
+def begin_checkpoint(root: Path, step: int = 4, content: str = "", best: Best | None = None) -> CheckpointFolderWriter:
     """Start a checkpoint and write the files of the actors. ``content``: of the shard; empty: the step."""
-    writer = CheckpointWriter(root, replace(PROGRESS, step=step), best)
+    writer = CheckpointFolderWriter(root, replace(PROGRESS, step=step), best)
     (writer.folder / "actor").mkdir()
     (writer.folder / "actor" / "metadata.json").write_text("{}")
     (writer.folder / "actor" / "weights").write_text(content or str(step))

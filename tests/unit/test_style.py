@@ -6,8 +6,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -188,6 +188,16 @@ class TestShape:
         ]
         assert classes and not [label for label, lines in classes if lines > 150]
 
+    def test_public_classes_have_different_names(self) -> None:
+        counts = Counter(
+            node.name
+            for name in PYTHON_FILES
+            if name.startswith("recipe_gkd/")
+            for node in nodes(parse(name))
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        )
+        assert not [name for name, count in counts.items() if count > 1]
+
     def test_root_of_the_package_has_few_modules(self) -> None:
         assert len(list((REPO / "recipe_gkd").glob("*.py"))) <= MAX_ROOT_MODULES
 
@@ -276,6 +286,20 @@ class TestImports:
             if f"{module}.".startswith(tuple(f"{each}." for each in refused))
         ]
 
+    def test_modules_have_no_import_cycle(self) -> None:
+        """Imports inside functions count. Imports for types only do not, nor those of a package's own modules."""
+        modules = {module_of(name): name for name in PYTHON_FILES if name.startswith(("recipe_gkd/", "teacher/"))}
+        imported = {
+            module: {
+                target
+                for target in modules_run_by(name, modules)
+                if target != module and not module.startswith(f"{target}.")
+            }
+            for module, name in modules.items()
+        }
+        cycles = [module for module in modules if module in reachable(module, imported)]
+        assert not cycles
+
     def test_packages_have_no_import_cycle(self) -> None:
         imported: dict[str, set[str]] = defaultdict(set)
         for name in PYTHON_FILES:
@@ -284,6 +308,22 @@ class TestImports:
                 imported[package_of(name)] |= targets - {package_of(name)}
         reached = {package: reachable(package, imported) for package in list(imported)}
         assert not [package for package, others in reached.items() if package in others]
+
+
+def module_of(name: str) -> str:
+    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def modules_run_by(name: str, modules: Collection[str]) -> set[str]:
+    """Return those of the modules that a file imports other than for types."""
+    tree = parse(name)
+    checks = [node for node in nodes(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for_types = {part for check in checks for part in ast.walk(check)}
+    found: set[str] = set()
+    for node in nodes(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node not in for_types:
+            found |= {name if (name := f"{node.module}.{each.name}") in modules else node.module for each in node.names}
+    return found & set(modules)
 
 
 def reachable(start: str, imported: dict[str, set[str]]) -> set[str]:

@@ -24,7 +24,7 @@ from recipe_gkd.actor.fsdp.packed_attention import attending
 from recipe_gkd.actor.fsdp.packing import model_input
 from recipe_gkd.actor.objective.objective import MicroBatchLosses
 from recipe_gkd.config.schema import GkdConfig
-from recipe_gkd.losses.student_output import Student, student_output
+from recipe_gkd.losses.student_output import StudentOutput, student_output
 
 
 def run_micro_batches(
@@ -102,7 +102,7 @@ def _reset_after_error(module: Any) -> Iterator[None]:
         raise
 
 
-def run_model(model: FsdpModel, batch: DeviceBatch, gkd: GkdConfig) -> Student:
+def run_model(model: FsdpModel, batch: DeviceBatch, gkd: GkdConfig) -> StudentOutput:
     """Return the output of the model at the rows with a loss: logits, or hidden states if the layer was skipped."""
     given = model_input(batch, model.style)
     with select_rows(model.module, given.rows_T, skip=gkd.fuse_lm_head, float32_head=model.float32_head) as rows:

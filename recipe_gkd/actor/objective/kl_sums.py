@@ -18,7 +18,7 @@ from recipe_gkd.data.samples import Sample
 from recipe_gkd.losses.distributions import bucketed_distributions, valid_entries
 from recipe_gkd.losses.divergences import forward_kl, reverse_kl
 from recipe_gkd.losses.logits_query import LogitsQuery
-from recipe_gkd.losses.student_output import Student
+from recipe_gkd.losses.student_output import StudentOutput
 
 KlSums = dict[int, tuple[float, float]]
 """Uid of a sample -> sums over its scored tokens of forward KL(teacher || student) and reverse KL(student || teacher),
@@ -45,7 +45,7 @@ def kl_sums(updater: Updater, gkd: GkdConfig, samples: Sequence[Sample], step: i
         WorkerError: This rank ran out of memory.
     """
 
-    def measure(student: Student, batch: DeviceBatch) -> MicroBatchLosses:
+    def measure(student: StudentOutput, batch: DeviceBatch) -> MicroBatchLosses:
         valid_TK = valid_entries(batch.logps_TK, batch.ids_TK, n_token_ids)
         query = LogitsQuery(
             ids_TK=batch.ids_TK,

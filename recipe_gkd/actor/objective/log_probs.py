@@ -19,7 +19,7 @@ from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.errors import DataError
 from recipe_gkd.losses.logits_query import LogitsQuery
-from recipe_gkd.losses.student_output import Student
+from recipe_gkd.losses.student_output import StudentOutput
 
 Continuation = tuple[Sequence[int], Sequence[int]]
 """Token ids of a context, [P], and of the tokens that follow it, [T]. Both have at least one."""
@@ -59,7 +59,7 @@ def continuation_log_probs(
     lengths = [len(sample.response.ids) for sample in samples]
     starts_U = torch.tensor(np.cumsum([0, *lengths])[:-1], device=backend.device)
 
-    def score(student: Student, batch: DeviceBatch) -> MicroBatchLosses:
+    def score(student: StudentOutput, batch: DeviceBatch) -> MicroBatchLosses:
         query = LogitsQuery(
             ids_TK=batch.ids_TK,
             valid_TK=torch.zeros_like(batch.ids_TK, dtype=torch.bool),

@@ -24,7 +24,7 @@ from recipe_gkd.losses.distributions import bucketed_distributions, valid_entrie
 from recipe_gkd.losses.logits_query import LogitsQuery
 from recipe_gkd.losses.policy import grpo_loss
 from recipe_gkd.losses.rollout_mismatch import RolloutMismatch
-from recipe_gkd.losses.student_output import Student
+from recipe_gkd.losses.student_output import StudentOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Objective:
     def __post_init__(self) -> None:
         token_means(self.gkd, self.teachers)  # imports the custom loss: a file that this node lacks fails at set-up
 
-    def __call__(self, student: Student, batch: DeviceBatch) -> MicroBatchLosses:
+    def __call__(self, student: StudentOutput, batch: DeviceBatch) -> MicroBatchLosses:
         """Return the loss of one micro-batch. Collective over ``tp_group``.
 
         Raises:
@@ -106,7 +106,7 @@ class Objective:
     def _distill(self) -> DistillationTerm:
         return DistillationTerm(self.gkd, self.cp_group)
 
-    def _read_student(self, student: Student, batch: DeviceBatch, valid_TK: Tensor) -> DistillationInputs:
+    def _read_student(self, student: StudentOutput, batch: DeviceBatch, valid_TK: Tensor) -> DistillationInputs:
         query = LogitsQuery(
             ids_TK=batch.ids_TK,
             valid_TK=valid_TK,
@@ -119,7 +119,7 @@ class Objective:
         buckets = bucketed_distributions(stats.log_mass_TB, batch.logps_TK, valid_TK, "bucket")
         return DistillationInputs(batch=batch, stats=stats, buckets=buckets, valid_TK=valid_TK)
 
-    def _overlap(self, student: Student, batch: DeviceBatch, valid_TK: Tensor) -> dict[str, Tensor]:
+    def _overlap(self, student: StudentOutput, batch: DeviceBatch, valid_TK: Tensor) -> dict[str, Tensor]:
         rows_R = batch.overlap_rows_R
         fraction_R = topk_overlap(
             student.logits(rows_R),

@@ -36,7 +36,7 @@ from recipe_gkd.rewards.reporting import reward_fields, scores_PN
 from recipe_gkd.rollout.offline_engine import (
     Generated,
     OfflineEngineOptions,
-    Sampling,
+    OfflineSampling,
     check_model_folder,
     generate,
     limit_to_model,
@@ -121,7 +121,7 @@ def _record_writer(file: TextIO | None) -> Callable[[Sequence[Record]], None]:
 def evaluate(
     folder: Path,
     config: Config,
-    sampling: Sampling,
+    sampling: OfflineSampling,
     options: OfflineEngineOptions,
     scorer: RewardScorer | None,
     save: Callable[[Sequence[Record]], None],
@@ -284,13 +284,13 @@ def _split_reward(spec: str) -> tuple[str, str | None]:
     return path, name
 
 
-def sampling_of(args: argparse.Namespace, config: Config) -> Sampling:
+def sampling_of(args: argparse.Namespace, config: Config) -> OfflineSampling:
     """Return the settings of sampling: greedy for one response, temperature 1 for several."""
     temperature = args.temperature if args.temperature is not None else (0.0 if args.n == 1 else 1.0)
     if temperature == 0 and args.n > 1:
         what = f"--n {args.n} --temperature 0: all responses would be equal"
         raise ConfigError(what, remedy="use a temperature above 0", keys=("--n", "--temperature"))
-    return Sampling(
+    return OfflineSampling(
         n=args.n,
         max_tokens=config.data.max_response_length,
         temperature=temperature,

@@ -45,7 +45,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class ScoreSummary:
     """Statistics of a model on the prompts of a data source.
 
     Attributes:
@@ -72,7 +72,7 @@ class Score:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-def scores_of(evaluation: Evaluation) -> dict[str, Score]:
+def scores_of(evaluation: Evaluation) -> dict[str, ScoreSummary]:
     """Return the score of each data source, and of all prompts together under :data:`ALL`."""
     sources = np.array(evaluation.sources)
     groups = {str(source): sources == source for source in np.unique(sources)}
@@ -81,7 +81,7 @@ def scores_of(evaluation: Evaluation) -> dict[str, Score]:
     return {name: _score(evaluation, rows) for name, rows in groups.items()}
 
 
-def _score(evaluation: Evaluation, rows: npt.NDArray[np.bool_]) -> Score:
+def _score(evaluation: Evaluation, rows: npt.NDArray[np.bool_]) -> ScoreSummary:
     mean: tuple[float | None, float | None] = (None, None)
     best, n_failed = mean, 0
     if evaluation.rewards_PN is not None:
@@ -92,7 +92,7 @@ def _score(evaluation: Evaluation, rows: npt.NDArray[np.bool_]) -> Score:
         best = mean_and_error(rewards_PN[~is_failed_PN.any(axis=1)].max(axis=1))
     n = evaluation.lengths_PN.shape[1]
     numbers = [numbers for index, numbers in enumerate(evaluation.numbers) if rows[index // n]]
-    return Score(
+    return ScoreSummary(
         n_prompts=int(rows.sum()),
         mean=mean[0],
         mean_error=mean[1],

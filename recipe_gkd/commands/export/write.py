@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipe_gkd.actor.backend import Backend, build_backend
+from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.checkpoint.files import read_description
 from recipe_gkd.actor.checkpoint.hf_save import write_hf_folder
 from recipe_gkd.actor.ranks import RankSpec
+from recipe_gkd.actor.strategy import build_backend
 from recipe_gkd.commands.export.source import Source, with_float32
 from recipe_gkd.errors import CheckpointError
 from recipe_gkd.runtime.durable_files import sync_tree

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
-from recipe_gkd.actor.student_dims import read_student_dims
+from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.commands.plan.estimate import RunEstimate, estimate_run
 from recipe_gkd.config.keys import ACTOR, ROLLOUT
 from recipe_gkd.config.schema import Config

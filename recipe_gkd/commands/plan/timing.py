@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
 from recipe_gkd.actor.megatron.model_dims import FAMILIES, read_model_dims
-from recipe_gkd.actor.student_dims import StudentDims, read_config_json, read_student_dims
+from recipe_gkd.actor.strategy import read_student_dims
+from recipe_gkd.actor.student_dims import StudentDims, read_config_json
 from recipe_gkd.commands.plan import assumptions as assumed
 from recipe_gkd.commands.plan.assumptions import Assumption, list_assumptions
 from recipe_gkd.commands.plan.estimate import RunEstimate

@@ -23,7 +23,7 @@ ZERO_STD = "reward/zero_std_group_fraction"
 
 
 @dataclass(frozen=True)
-class Check:
+class Rule:
     """A metric with a limit.
 
     Attributes:
@@ -40,43 +40,43 @@ class Check:
 
 
 CHECKS = (
-    Check(
+    Rule(
         "response_seq_len/truncated_fraction",
         lambda value: value > MAX_TRUNCATED,
         "{value:.0%} of the responses are truncated.",
         "Raise data.max_response_length: the student never sees how these responses end.",
     ),
-    Check(
+    Rule(
         ZERO_STD,
         lambda value: value > 0.9,
         "All responses to a prompt have the same reward for {value:.0%} of the prompts.",
         "With gkd.use_rl_loss they carry no signal: larger rollout.n, or prompts of another difficulty.",
     ),
-    Check(
+    Rule(
         "actor/teacher_topk_mass",
         lambda value: value < 0.95,
         "The teacher's top-k contains {value:.1%} of its probability.",
         "Use a larger N_LOGPROBS of the teacher service.",
     ),
-    Check(
+    Rule(
         "actor/above_importance_cap",
         lambda value: value > 0.1,
         "{value:.0%} of the sampled tokens have a probability ratio above gkd.importance_cap.",
         "Use a schedule with a smaller staleness bound, or a lower learning rate.",
     ),
-    Check(
+    Rule(
         "teacher/skipped_samples",
         lambda value: value > 0,
         "{value:.3g} samples per step were not scored by a teacher.",
         "Read the warnings in run.log, and python -m teacher status.",
     ),
-    Check(
+    Rule(
         "checkpoint/failed_saves",
         lambda value: value > 0,
         "Saves of checkpoints failed.",
         "Read the warnings in run.log; check disk space and host memory.",
     ),
-    Check(
+    Rule(
         "weights/retries",
         lambda value: value > 0,
         "Weight syncs were repeated ({value:.3g} per step).",

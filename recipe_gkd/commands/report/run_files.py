@@ -34,7 +34,7 @@ _ADVICE = re.compile(r"^(\S+) I recipe_gkd\.metrics\.steps: (.*\(idle: .*)$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class CheckpointRecord:
     """A checkpoint folder of the run.
 
     Attributes:
@@ -74,7 +74,7 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     advice: list[tuple[str, str]] = field(default_factory=list)
     validations: dict[int, Path] = field(default_factory=dict)
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    checkpoints: list[CheckpointRecord] = field(default_factory=list)
     latest: int | None = None
     best: Best | None = None
     notes: list[str] = field(default_factory=list)
@@ -211,10 +211,10 @@ def read_responses(path: Path, max_lines: int = 20_000) -> dict[tuple[str, Any],
     return responses
 
 
-def read_checkpoint(run: Path, step: int) -> Checkpoint:
+def read_checkpoint(run: Path, step: int) -> CheckpointRecord:
     """Return the description of a checkpoint folder."""
     folder = final_folder(run, step)
-    return Checkpoint(
+    return CheckpointRecord(
         step=step,
         n_bytes=sum(_sizes(folder.rglob("*"))),
         damage=found.reason if (found := damage(folder)) else None,

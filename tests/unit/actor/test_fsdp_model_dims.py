@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipe_gkd.actor.fsdp.model_dims import GATED_FAMILIES, CausalLMDims, read_causal_lm_dims
-from recipe_gkd.actor.student_dims import read_student_dims
+from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.config.limits import MAX_INT32
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.preflight import read_student

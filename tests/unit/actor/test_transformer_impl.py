@@ -16,7 +16,6 @@ import pytest
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.enums import AttnBackend
 
-from recipe_gkd.actor.backend import build_backend
 from recipe_gkd.actor.megatron import transformer_impl
 from recipe_gkd.actor.megatron.transformer_impl import (
     ATTENTION_VARIABLES,
@@ -27,6 +26,7 @@ from recipe_gkd.actor.megatron.transformer_impl import (
     version_warning,
 )
 from recipe_gkd.actor.ranks import RankSpec
+from recipe_gkd.actor.strategy import build_backend
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import base_config
 from tests._support.errors import raises

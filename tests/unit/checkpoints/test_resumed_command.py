@@ -19,7 +19,7 @@ import pytest
 
 from recipe_gkd import main_gkd
 from recipe_gkd.checkpoints.run_folder import RunFolder
-from recipe_gkd.checkpoints.store import CheckpointWriter
+from recipe_gkd.checkpoints.store import CheckpointFolderWriter
 from recipe_gkd.main_gkd import TrainingPlan
 from tests._support.repository import REPO
 from tests._support.teacher_service import VOCAB_SIZE
@@ -32,7 +32,7 @@ async def train(_: Any, plan: TrainingPlan, __: Any, ___: Any, folder: RunFolder
     """Write the checkpoint of the last step without training."""
     folder.accept()
     progress = replace(plan.progress, step=plan.last_step(plan.progress))
-    writer = CheckpointWriter(folder.path, progress)
+    writer = CheckpointFolderWriter(folder.path, progress)
     (writer.folder / "actor").mkdir()
     (writer.folder / "actor" / "metadata.json").write_text("{}")
     writer.complete()

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from recipe_gkd.__main__ import main
-from recipe_gkd.actor.student_dims import MoEConfig, StudentDims, read_student_dims
+from recipe_gkd.actor.strategy import read_student_dims
+from recipe_gkd.actor.student_dims import MoEConfig, StudentDims
 from recipe_gkd.commands.plan import assumptions as assumed
 from recipe_gkd.commands.plan.estimate import estimate_run
 from recipe_gkd.commands.plan.rooflines import (
