@@ -291,12 +291,16 @@ any_alive() {
 # only the wait. Logs are kept.
 stop_all() {
   ((${#own[@]})) || return 0
-  local began=$SECONDS deadline=$((SECONDS + STOP_TIMEOUT_S)) pidfile
-  trap 'deadline=0' INT TERM HUP
-  signal_all TERM
-  while any_alive && ((SECONDS < deadline)); do sleep 0.1 || true; done
-  # Ctrl-C also ends the helper processes of `any_alive`, which then finds no process. From here on they ignore it.
+  local began=$SECONDS deadline=$((SECONDS + STOP_TIMEOUT_S)) pidfile waiter
   trap '' INT TERM HUP
+  signal_all TERM
+  # A process of its own: a trap that runs while bash 5.2 reads a command substitution gets a syntax error.
+  while any_alive && ((SECONDS < deadline)); do sleep 0.1; done &
+  waiter=$!
+  trap : INT TERM HUP
+  wait "$waiter" || true
+  trap '' INT TERM HUP
+  kill -KILL "$waiter" 2>/dev/null || true
   if any_alive; then
     # The terminal may be closed.
     echo "$(basename -- "$0"): still running after $((SECONDS - began)) s, killing" >&2 || true

@@ -121,7 +121,7 @@ def main(result: str, old: str, new: str, n_ranks: str, async_scheduling: str, *
     overrides = [f"actor_rollout_ref.rollout.{key}" for key in keys]
     with (
         _running_engine(context, folders[0], int(n_ranks), *overrides) as engine,
-        running_peer(_serve_weights, "ipc", "cpu", 0, timeout_s=_TIMEOUT_S) as peer,
+        running_peer(_serve_weights, "cpu", 0, timeout_s=_TIMEOUT_S) as peer,
     ):
         found = {"engine": engine.run(v2_runner.describe).result(_TIMEOUT_S)}
         updates = _join(engine, peer, "ipc", int(n_ranks))

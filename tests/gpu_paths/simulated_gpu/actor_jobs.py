@@ -24,10 +24,10 @@ def refuse_waits(rank: int, world_size: int, port: int, config: Config, batch: l
     with started(rank, world_size, port, config) as actor:
         run: Callable[..., Any] = actor.backend.accumulate
 
-        def accumulate(*args: Any) -> Any:
+        def accumulate(*args: Any, **named: Any) -> Any:
             torch.cuda.set_sync_debug_mode("error")
             try:
-                return run(*args)
+                return run(*args, **named)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 

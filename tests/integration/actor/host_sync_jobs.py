@@ -76,11 +76,11 @@ def record_waits(
         run: Callable[..., Any] = actor.backend.accumulate
         recorded = RecordWaits()
 
-        def accumulate(*args: Any) -> Any:
+        def accumulate(*args: Any, **named: Any) -> Any:
             recorded.is_active = True
             try:
                 with recorded:
-                    return run(*args)
+                    return run(*args, **named)
             finally:
                 recorded.is_active = False
 

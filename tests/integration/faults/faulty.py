@@ -32,7 +32,7 @@ INJECTION_POINTS = {
     "generate": "recipe_gkd.rollout.engine:RolloutEngine._deliver",
     "receive": "recipe_gkd.weight_sync.collective:CollectiveTransport.broadcast",
     "load": "recipe_gkd.rollout.vllm.weights:BucketReceiver.finish_weight_update",
-    "update": "recipe_gkd.actor.student_actor:StudentActor.update",
+    "update": "recipe_gkd.actor.update:Updater.update",
     "gather": "recipe_gkd.actor.megatron.export:_exchange",
     "broadcast": "recipe_gkd.weight_sync.collective:CollectiveTransport.broadcast",
     "ipc": "recipe_gkd.weight_sync.ipc:IpcTransport.broadcast",

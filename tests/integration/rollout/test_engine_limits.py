@@ -35,7 +35,7 @@ SHAPE = ModelDims(
 
 @pytest.fixture(autouse=True)
 def _environment_of_a_worker() -> None:
-    from recipe_gkd.rollout import vllm_compat  # noqa: F401 - sets the environment before it imports vLLM
+    from recipe_gkd.rollout.vllm import compat  # noqa: F401 - sets the environment before it imports vLLM
 
 
 def test_watch_ranks_reports_name_of_dead_process() -> None:

@@ -56,7 +56,7 @@ class ReusableRolloutWorker(RolloutWorker):
     """A process for one engine after another."""
 
     def __init__(self) -> None:
-        from recipe_gkd.rollout import vllm_compat  # noqa: F401 - imported while other processes start
+        from recipe_gkd.rollout.vllm import compat  # noqa: F401 - imported while other processes start
 
     async def configure(self, config: Config) -> None:
         super().__init__(config, rank=0, device="cpu", folder_version=0)

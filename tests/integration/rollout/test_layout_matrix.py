@@ -41,7 +41,7 @@ class FreshEngines:
     """A process for one engine after another, each loaded by vLLM from a folder."""
 
     def __init__(self) -> None:
-        from recipe_gkd.rollout import vllm_compat  # noqa: F401 - imported while other processes start
+        from recipe_gkd.rollout.vllm import compat  # noqa: F401 - imported while other processes start
 
     async def responses(self, folder: str, given: list[Prompt]) -> dict[int, Response]:
         worker = RolloutWorker(config_for(Path(folder)), rank=0, device="cpu", folder_version=0)

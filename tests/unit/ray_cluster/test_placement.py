@@ -4,6 +4,7 @@ import asyncio
 from typing import cast
 
 import pytest
+import ray
 
 from recipe_gkd.errors import ConfigError, ResourceError
 from recipe_gkd.ray_cluster.placement import (
@@ -80,7 +81,8 @@ class TestCheckDevices:
             check_devices({"actor worker 0": report})
 
 
-def test_device_report_without_ray_describes_the_host() -> None:
+def test_device_report_without_ray_describes_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test of this process may have started Ray
     report = device_report("cpu")
     assert report.device == "cpu" and report.host_memory > 0 and report.assigned is None
     check_devices({"worker": report})
