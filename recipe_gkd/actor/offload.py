@@ -25,7 +25,7 @@ from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import WorkerError
 from recipe_gkd.runtime.out_of_memory import is_out_of_memory, memory_details, reason_of
-from teacher.free_memory import trim
+from teacher.common.memory_trim import trim
 
 NAMES: dict[ActorState, str] = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer state"}
 SLEEP_LEVEL = key_name(lambda config: config.actor_rollout_ref.rollout.sleep_level)

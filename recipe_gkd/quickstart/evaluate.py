@@ -34,7 +34,7 @@ from recipe_gkd.rollout.offline_engine import (
     vllm_engine,
 )
 from recipe_gkd.runtime.closed_output import run_until_closed
-from teacher.fingerprint import count_ids
+from teacher.common.fingerprint import count_ids
 
 N_EXAMPLES = 5
 MAX_RESPONSE_TOKENS = 48

@@ -13,7 +13,7 @@ from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.limits import check_cpu_budget
 from recipe_gkd.runtime.out_of_memory import ADVICE, Advice, advice, is_out_of_memory, memory_details
 from recipe_gkd.runtime.scratch import scratch_folder
-from teacher.engines.head_dtype import head_overrides
+from teacher.common.head_dtype import head_overrides
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm.compat import LLMEngine

@@ -17,7 +17,7 @@ import numpy as np
 
 from recipe_gkd.errors import ModelError
 from recipe_gkd.rollout.environment import worker_environment
-from teacher.engines.vllm_worker import LogitsCalls
+from teacher.common.vllm_worker import LogitsCalls
 
 if TYPE_CHECKING:
     from vllm import LLM

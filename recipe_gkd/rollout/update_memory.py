@@ -10,7 +10,7 @@ import torch
 
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.errors import ResourceError
-from teacher.engines.cuda_memory import free_cuda_memory
+from teacher.common.cuda_memory import free_cuda_memory
 
 _GIB = 1 << 30
 _BUCKET_KEY = key_name(lambda config: config.actor_rollout_ref.rollout.update_weights_bucket_megabytes)

@@ -1,7 +1,7 @@
 """vLLM as a scorer: prompt log-probabilities, kept as tensors, of sequences that are never continued.
 
-Only this module, `vllm_internals`, `vllm_setup` and `vllm_worker` import vLLM; `vllm_queue` uses its engine. They
-depend on these internals of vLLM:
+Of this package, only this module and `vllm_internals` import vLLM; `vllm_queue` uses its engine. With `vllm_setup` and
+`vllm_worker` of `teacher.common` they depend on these internals of vLLM:
 
 - one replaced method (`vllm_internals.keep_prompt_logprobs_as_tensors`);
 - one replaced function (`vllm_setup.keep_file_store_in`);
@@ -28,13 +28,15 @@ from typing import Any
 
 import numpy as np
 
+from teacher.common.checkpoint import read_checkpoint
+from teacher.common.fingerprint import last_tokens, tokenizer_fingerprint
+from teacher.common.tokenizer import count_tokens, load_tokenizer
+from teacher.common.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure, keep_file_store_in
 from teacher.engines.base import EngineConfig
-from teacher.engines.checkpoint import read_checkpoint
 from teacher.engines.limits import check_sequence
 from teacher.engines.out_of_memory import out_of_memory_explained
 from teacher.engines.self_check import PROBE_TEMPERATURE, check_padding, check_temperature, check_top_k
 from teacher.engines.sizes import ResultMemory, StepSize, describe_memory_shortage
-from teacher.engines.tokenizer import count_tokens, load_tokenizer
 from teacher.engines.vllm_install import (
     TESTED_VLLM,
     exempt_imports_from_gc,
@@ -51,10 +53,8 @@ from teacher.engines.vllm_internals import (
 )
 from teacher.engines.vllm_memory import TeacherCalls
 from teacher.engines.vllm_queue import SequenceQueue
-from teacher.engines.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure, keep_file_store_in
 from teacher.engines.vllm_sleep import SleepMode
 from teacher.errors import TeacherError, TeacherRequestError, TeacherSetupError
-from teacher.fingerprint import last_tokens, tokenizer_fingerprint
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherSequence
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
-from teacher.engines.vllm_setup import vllm_environment
+from teacher.common.vllm_setup import vllm_environment
 from teacher.errors import TeacherSetupError
 
 TESTED_VLLM = "0.32.0"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from teacher.common.head_dtype import head_overrides, wants_float32_head
 from teacher.engines.base import EngineConfig
-from teacher.engines.head_dtype import head_overrides, wants_float32_head
 from teacher.engines.sizes import ModelRunner, StepMemory, StepSize
 from teacher.engines.vllm_install import TESTED_VLLM, vllm_version
 from teacher.engines.vllm_memory import TeacherCalls

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from teacher.engines.vllm_worker import LogitsCalls
+from teacher.common.vllm_worker import LogitsCalls
 
 _CHUNK_WORDS = 1 << 20  # bounds the additional memory of a checksum: four int64 tensors of 8 MiB
 

@@ -44,7 +44,7 @@ from recipe_gkd.rollout.offline_engine import (
     vllm_engine,
 )
 from recipe_gkd.validation import read_sources
-from teacher.fingerprint import count_ids
+from teacher.common.fingerprint import count_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

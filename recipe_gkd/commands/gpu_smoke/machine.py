@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import Any
 
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context
-from teacher.machine_checks import driver_release, find_problems
+from teacher.common.machine_checks import driver_release, find_problems
 
 # Name in the table -> distributions, of which the first that is installed counts.
 _DISTRIBUTIONS = {

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from teacher import machine_checks
-from teacher.machine_checks import (
+from teacher.common import machine_checks
+from teacher.common.machine_checks import (
     compiler_problems,
     cuda_problems,
     disk_problems,
@@ -104,7 +104,7 @@ class TestCuda:
 
     def test_versions_without_torch_import(self) -> None:
         """torch/version.py is read; torch itself takes seconds."""
-        code = "import sys, teacher.machine_checks as m; print(m.torch_cuda_version(), 'torch' in sys.modules)"
+        code = "import sys, teacher.common.machine_checks as m; print(m.torch_cuda_version(), 'torch' in sys.modules)"
         printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         assert printed.split() == [str(torch_cuda_version()), "False"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from teacher.engines.cuda_memory import free_cuda_memory
+from teacher.common.cuda_memory import free_cuda_memory
 
 
 class LogitsCalls:
