@@ -26,8 +26,7 @@ import argparse
 from dataclasses import dataclass
 
 from recipe_gkd.actor.megatron.model_dims import ModelDims, read_model_dims
-
-GIB = 1 << 30
+from teacher.common.sizes import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,8 @@ from recipe_gkd.actor.checkpoint.host_copy import HostCopy, host_copy
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import WorkerError
-from recipe_gkd.runtime.out_of_memory import is_out_of_memory, memory_details, reason_of
 from teacher.common.memory_trim import trim
+from teacher.common.out_of_memory import is_out_of_memory, memory_details, reason_of
 
 NAMES: dict[ActorState, str] = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer state"}
 SLEEP_LEVEL = key_name(lambda config: config.actor_rollout_ref.rollout.sleep_level)
@@ -224,7 +224,7 @@ def distinct_storages(tensors: Iterable[Tensor], device: torch.device) -> list[t
 
 
 def state_sizes(tensors_of: Callable[[ActorState], Iterable[Tensor]], device: torch.device) -> dict[str, int]:
-    """Return the bytes of each state that is on the device, by name, for messages about a lack of memory.
+    """Return the bytes of each state that is on the device, by name, for out-of-memory messages.
 
     Args:
         tensors_of: Returns the tensors of a state.

@@ -29,7 +29,8 @@ from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.engine_requests import Deliver, RequestTable, add_log_probs_request, add_request
 from recipe_gkd.rollout.vllm.device_loss import is_device_loss
-from recipe_gkd.runtime.out_of_memory import MemoryPhase, is_out_of_memory, out_of_memory_error
+from recipe_gkd.runtime.out_of_memory import MemoryPhase, out_of_memory_error
+from teacher.common.out_of_memory import is_out_of_memory
 from teacher.common.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ class RolloutEngine:
         self._end(
             WorkerDied(
                 f"the rollout engine failed: its process {name} died",
-                remedy="the kernel's log on its node shows if it was killed for lack of memory",
+                remedy="the kernel's log on its node shows if it was killed because memory ran out",
                 process=name,
             )
         )

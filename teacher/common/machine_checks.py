@@ -21,11 +21,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from teacher.common.sizes import GIB, MIB, size_text
+
 MIN_DRIVER = {12: 525, 13: 580}
 """Major version of CUDA -> first release of NVIDIA's driver that supports it (CUDA Toolkit release notes)."""
-MIN_FREE_BYTES = {"cpu": 100 << 20, "cuda": 2 << 30}
+MIN_FREE_BYTES = {"cpu": 100 * MIB, "cuda": 2 * GIB}
 """Free disk space that a start needs: log files of Ray, and on CUDA the compiled kernels of vLLM, Triton and torch."""
-MIN_SHARED_BYTES = 1 << 30
+MIN_SHARED_BYTES = GIB
 """Size of /dev/shm on CUDA, where Ray keeps objects, and NCCL and vLLM their buffers. Docker's default is 64 MiB."""
 CUDA_DEADLINE_S = 60.0
 """Deadline of the initialization of CUDA. Without the persistence daemon it takes seconds per GPU."""
@@ -240,11 +242,3 @@ def _nearest_existing(folder: Path) -> Path:
 
 def _major(version: str) -> int:
     return int(version.split(".")[0])
-
-
-def size_text(n_bytes: float) -> str:
-    """Return a size with two or three digits and its unit, such as ``1.5 GiB`` or ``48 KiB``."""
-    for exponent, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if (value := n_bytes / (1 << exponent)) >= 1:
-            return f"{value:.1f} {unit}" if value < 10 or unit == "GiB" else f"{value:.0f} {unit}"
-    return f"{n_bytes:.0f} bytes"

@@ -30,6 +30,7 @@ import numpy as np
 
 from teacher.common.checkpoint import read_checkpoint
 from teacher.common.fingerprint import last_tokens, tokenizer_fingerprint
+from teacher.common.sizes import MIB
 from teacher.common.tokenizer import count_tokens, load_tokenizer
 from teacher.common.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure, keep_file_store_in
 from teacher.engines.base import EngineConfig
@@ -100,8 +101,8 @@ class VllmEngine:
         self._k, self._tp_size = config.n_logprobs, config.tp_size
         self._logits = LogitSettings()
         self._temperature_error = self._n_ids_error = ""
-        self._memory = ResultMemory(self._k, 8 if runner == "cuda_v2" else 4, config.max_result_mib * 2**20)
-        self._sizes = {"logits of a step": config.logits_mib * 2**20, "results": config.max_result_mib * 2**20}
+        self._memory = ResultMemory(self._k, 8 if runner == "cuda_v2" else 4, config.max_result_mib * MIB)
+        self._sizes = {"logits of a step": config.logits_mib * MIB, "results": config.max_result_mib * MIB}
         with out_of_memory_explained("start", self._sizes):
             self._engine = make_llm_engine(args)
         self._sizes |= self._engine.collective_rpc(TeacherCalls.count_memory.__name__)[0]
@@ -247,7 +248,7 @@ class VllmEngine:
 
     def _check_device_memory(self, config: EngineConfig, step: StepSize) -> None:
         """Log a warning if a GPU lacks memory for logits and results, which vLLM does not reserve."""
-        needed = config.logits_mib * 2**20 + self._memory.device_bytes(step, self._info.max_model_len)
+        needed = config.logits_mib * MIB + self._memory.device_bytes(step, self._info.max_model_len)
         free, total = min(self._engine.collective_rpc(TeacherCalls.device_memory.__name__))
         if shortage := describe_memory_shortage(free, needed, total, config.gpu_memory_utilization):
             logger.warning("%s", shortage)

@@ -8,6 +8,7 @@ from typing import Any
 
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context
 from teacher.common.machine_checks import driver_release, find_problems
+from teacher.common.sizes import GIB
 
 # Name in the table -> distributions, of which the first that is installed counts.
 _DISTRIBUTIONS = {
@@ -72,7 +73,7 @@ def _gpu_problems(figures: dict[str, Any]) -> list[str]:
         figures["gpus"].append(
             {
                 "name": properties.name,
-                "memory_gib": properties.total_memory / 2**30,
+                "memory_gib": properties.total_memory / GIB,
                 "capability": f"{properties.major}{properties.minor}",
             }
         )

@@ -268,7 +268,7 @@ class TestMachineChecks:
         monkeypatch.setattr(shared_checks.shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20, free=0))
         config = base_config()
         (found,) = machine_checks.shared_memory_findings(config, "cuda")
-        assert found.severity == "problem" and "64 MiB" in found.text and "--shm-size" in found.text
+        assert found.severity == "problem" and "64.0 MiB" in found.text and "--shm-size" in found.text
         assert machine_checks.shared_memory_findings(config, "cpu")[0].severity == "warning"
 
     def test_tested_versions_are_those_of_the_constraints(self) -> None:
