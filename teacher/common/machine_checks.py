@@ -33,7 +33,7 @@ CUDA_DEADLINE_S = 60.0
 """Deadline of the initialization of CUDA. Without the persistence daemon it takes seconds per GPU."""
 
 _DRIVER_RELEASE = Path("/proc/driver/nvidia/version")
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 # Run in a process of its own: a process that has initialized CUDA must not fork, and initialization can hang.
 _CUDA_PROGRAM = """
@@ -137,15 +137,15 @@ def compiler_problems(variables: Mapping[str, str]) -> list[str]:
 def shared_memory_problems() -> list[str]:
     """Check the size of /dev/shm."""
     try:
-        total = shutil.disk_usage(_SHARED_MEMORY).total
+        total = shutil.disk_usage(SHARED_MEMORY).total
     except OSError as error:
         return [
-            f"{_SHARED_MEMORY} cannot be used ({error.strerror}), but Ray, NCCL and vLLM keep buffers there; mount it"
+            f"{SHARED_MEMORY} cannot be used ({error.strerror}), but Ray, NCCL and vLLM keep buffers there; mount it"
         ]
     if total >= MIN_SHARED_BYTES:
         return []
     return [
-        f"{_SHARED_MEMORY} has {size_text(total)}, expected at least {size_text(MIN_SHARED_BYTES)} for buffers of Ray, "
+        f"{SHARED_MEMORY} has {size_text(total)}, expected at least {size_text(MIN_SHARED_BYTES)} for buffers of Ray, "
         "NCCL and vLLM; start the container with --shm-size=64g or --ipc=host"
     ]
 

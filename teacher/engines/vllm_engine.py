@@ -32,14 +32,18 @@ from teacher.common.checkpoint import read_checkpoint
 from teacher.common.fingerprint import last_tokens, tokenizer_fingerprint
 from teacher.common.sizes import MIB
 from teacher.common.tokenizer import count_tokens, load_tokenizer
-from teacher.common.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure, keep_file_store_in
+from teacher.common.vllm_setup import (
+    ASYNC_SCHEDULING_DEFECT,
+    TESTED_VLLM,
+    is_async_scheduling_failure,
+    keep_file_store_in,
+)
 from teacher.engines.base import EngineConfig
 from teacher.engines.limits import check_sequence
 from teacher.engines.out_of_memory import out_of_memory_explained
 from teacher.engines.self_check import PROBE_TEMPERATURE, check_padding, check_temperature, check_top_k
 from teacher.engines.sizes import ResultMemory, StepSize, describe_memory_shortage
 from teacher.engines.vllm_install import (
-    TESTED_VLLM,
     exempt_imports_from_gc,
     is_cpu_build,
     prepare_process,

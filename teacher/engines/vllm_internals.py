@@ -10,9 +10,10 @@ from typing import Any
 
 from teacher.common.head_dtype import head_overrides, wants_float32_head
 from teacher.common.sizes import MIB
+from teacher.common.vllm_setup import TESTED_VLLM
 from teacher.engines.base import EngineConfig
 from teacher.engines.sizes import ModelRunner, StepMemory, StepSize
-from teacher.engines.vllm_install import TESTED_VLLM, vllm_version
+from teacher.engines.vllm_install import vllm_version
 from teacher.engines.vllm_memory import TeacherCalls
 from teacher.errors import TeacherSetupError
 

@@ -21,10 +21,9 @@ from uuid import uuid4
 from recipe_gkd.errors import ResourceError, WorkerError
 from recipe_gkd.rollout.environment import worker_environment
 from recipe_gkd.runtime.socket_paths import SHORT_FOLDER
-from teacher.common.vllm_setup import keep_file_store_in
+from teacher.common.vllm_setup import TESTED_VLLM, keep_file_store_in
 
-TESTED_SERIES = "0.32"
-"""Release series with which this project is tested, on CPU and CUDA."""
+TESTED_SERIES = TESTED_VLLM.rpartition(".")[0]
 
 _MAX_SOCKET_PATH_CHARS = 107  # on Linux
 
