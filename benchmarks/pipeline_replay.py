@@ -42,7 +42,6 @@ class Variant:
         split: Keys of another split of the devices. Empty: the split of the run.
         rollout: Size of the rollout pool relative to the run.
         actor: Size of the actor pool relative to the run.
-        n_teachers: Number of teacher workers.
     """
 
     staleness: int
@@ -174,8 +173,6 @@ def batch_times(
 
     Args:
         step: Metrics of the step.
-        n_replicas: Number of rollout replicas.
-        layout: Layout of the run.
         variant: Change to the run.
         alone: Fraction of the generation time that was not spent in a queue.
         sync: Time of a weight sync, in seconds.

@@ -50,9 +50,7 @@ class Pools:
     """Sizes of the pools.
 
     Attributes:
-        n_replicas: Number of rollout replicas.
         n_slots: Number of slots of each replica.
-        n_teachers: Number of teacher workers.
     """
 
     n_replicas: int = 2

@@ -79,8 +79,6 @@ class Case:
 
     Attributes:
         load: Work of one step.
-        replicas: Rollout replicas.
-        ranks: Actor ranks.
         direct: True if the driver itself receives the rows, for comparison.
     """
 
@@ -239,7 +237,6 @@ def figures(case: Case, steps: list[tuple[float, float, float, float]], growth: 
     """Return the figures of a case from the records of its steps, without the first ones.
 
     Args:
-        case: The case.
         steps: End, CPU time of the driver, response tokens and bytes of rows of each step.
         growth: Growth of the driver's memory in bytes.
     """

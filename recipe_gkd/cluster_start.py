@@ -76,7 +76,6 @@ async def start_cluster(
     An error of the body is diagnosed while the workers still run. The raised error has the folder as ``diagnosis``.
 
     Args:
-        config: Configuration of the run.
         device: ``"cuda"`` or ``"cpu"``.
         total_steps: Number of optimizer steps at the end of the run.
         stop_token_ids: Ids at which the teachers end a turn. Responses end there too.
@@ -120,7 +119,6 @@ class _ClusterStart:
         """Create the groups, without workers.
 
         Args:
-            config: Configuration of the run.
             device: ``"cuda"`` or ``"cpu"``.
             arguments: Further arguments of the workers' constructors, by pool.
         """

@@ -82,7 +82,6 @@ class TrainingPlan:
     """Inputs of a training that were validated before any worker starts.
 
     Attributes:
-        loader: Prompts of the run.
         points: Checkpoints that the run may resume from, in the order of preference. Empty for a new run.
         fresh: Progress of a new run on these data.
         stop_token_ids: Ids at which the teachers end a turn.
@@ -151,7 +150,6 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
     """Validate everything that needs no worker first, so that mistakes fail fast. Then start Ray and train.
 
     Args:
-        config: Configuration of the run.
         stored: The configuration as YAML, which is written to the run folder.
         folder: Locked run folder.
 

@@ -116,7 +116,6 @@ class ModelInfo:
     """Description of a model. All workers of one service must have the same one.
 
     Attributes:
-        model_name: Name given to the worker.
         vocab_size: Size of the model's output layer.
         n_tokens: Ids of the tokenizer, 0 to n_tokens - 1. The remaining rows of the output layer are padding: they have
             probability 0 and are never returned, and a sequence that contains them is refused.

@@ -127,7 +127,6 @@ class Backend(Protocol):
 
         Args:
             norm: Result of :meth:`gradient_norm`.
-            lr: Learning rate of this step.
             optim: Other hyperparameters.
             n_token_ids: Number of token ids. Rows of the vocabulary from this index on remain bitwise unchanged.
         """

@@ -166,7 +166,6 @@ def collective_timeout_s(config: Config, device: str) -> float:
     finds their processes.
 
     Args:
-        config: Configuration of the run.
         device: ``"cpu"`` or ``"cuda"``.
     """
     settings = config.actor_rollout_ref

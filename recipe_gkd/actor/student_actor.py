@@ -71,7 +71,6 @@ class StudentActor:
     that :meth:`update` documents, and after a :class:`CheckpointError`.
 
     Args:
-        config: Configuration of the run.
         rank_spec: This process.
         total_steps: Step at which the decay of the learning rate ends.
         n_token_ids: Number of token ids. Larger ids are padding of the output layer and belong to no distribution.
@@ -79,7 +78,6 @@ class StudentActor:
 
     Attributes:
         rank: Global rank.
-        device: Device of the model.
     """
 
     backend: Backend

@@ -44,7 +44,6 @@ class Updater:
 
     Args:
         backend: Model in training.
-        config: Configuration of the run.
         n_token_ids: Number of token ids. Larger ids are padding of the output layer and belong to no distribution.
 
     Attributes:

@@ -60,7 +60,6 @@ def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
     several entries, because only the actors can find damaged shards.
 
     Args:
-        config: Configuration of this run.
         expected: Progress of a new run on the same data. A checkpoint must fit its data, and with ``auto`` its model.
 
     Returns:

@@ -13,7 +13,6 @@ def config_parser(module: str, description: str | None) -> argparse.ArgumentPars
     Its results are ``config_name``, ``config_dir`` and ``overrides``.
 
     Args:
-        module: Name of the module.
         description: Text of ``--help``.
     """
     return _parser(f"python -m recipe_gkd.{module}", description)

@@ -87,7 +87,6 @@ def open_devices(
     """Return the devices of a run.
 
     Args:
-        config: Configuration of the run.
         cluster: Connected workers.
         teachers: Clients of the teachers.
         prompts: Token ids of the prompts of the data set, int32 [P] each, with which engines are verified.
@@ -141,7 +140,6 @@ class SharedDevices:
     """Devices that stages use in turn; the module has the phases.
 
     Args:
-        config: Configuration of the run.
         cluster: Connected workers. Engines that can sleep do so.
         teachers: Clients of the teachers. With ``teacher.sleep_between_batches`` they sleep.
         ids: Token ids of the fixed request with which engines are verified.

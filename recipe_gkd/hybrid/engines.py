@@ -24,7 +24,6 @@ class Engines:
     awake and has no weights, so the transition then begins again.
 
     Args:
-        config: Configuration of the run.
         cluster: Connected workers. Engines that can sleep do so.
         ids: Token ids of the fixed request with which engines are verified.
 

@@ -20,7 +20,6 @@ def slot_memory(device: str, n_slots: int) -> int | None:
     Args:
         device: ``"cuda"`` for the memory of a GPU. If there are more GPUs than slots, the largest are used, and the
             smallest of these counts. ``"cpu"`` for an equal part of the memory that the processes may use.
-        n_slots: Number of slots.
     """
     if device == "cpu":
         return min([psutil.virtual_memory().total, *_cgroup_limits()]) // n_slots

@@ -73,7 +73,6 @@ class StepMetrics:
         """Open the trace file.
 
         Args:
-            config: Configuration of the run.
             n_rollouts: Number of rollout replicas.
             capacity: Free resources of the cluster, for the advice. None: unknown.
             utilization: Computation of ``perf/mfu/actor``. None: the metric is omitted.

@@ -70,7 +70,6 @@ class Timeline:
         """Record a span for the duration of the body, also if the body raises.
 
         Args:
-            track: Name of the track.
             name: Name of the span, for the sink.
             **args: Properties of the span, for the sink.
         """

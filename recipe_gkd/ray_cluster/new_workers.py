@@ -22,8 +22,6 @@ async def set_up_in_new_processes(group: WorkerGroup[object], ranks: Sequence[in
     """Return the result of the set-up of new workers. It has its own deadline, which is much longer than that of Ray.
 
     Args:
-        group: Group of the workers.
-        ranks: Ranks of the new workers.
         set_up: Set-up of these workers.
 
     Raises:

@@ -125,7 +125,6 @@ def step_budget(options: EngineOptions, cuda_default: int) -> dict[str, Any]:
     ``LLMEngine`` is 2048 tokens, a quarter or an eighth of the default for its ``LLM`` class.
 
     Args:
-        options: Options of the engine.
         cuda_default: Tokens of a step on CUDA; see :func:`vllm_compat.default_batched_tokens`.
 
     Raises:

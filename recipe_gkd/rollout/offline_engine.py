@@ -43,7 +43,6 @@ class OfflineEngineOptions:
         gpu_memory_utilization: Share of each GPU's memory for the engine.
         cpu_cache_bytes: Size of the KV cache on a CPU, in bytes.
         trust_remote_code: Allow code from the folder.
-        seed: Seed of the engine.
     """
 
     dtype: str = "auto"

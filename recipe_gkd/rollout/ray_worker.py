@@ -52,7 +52,6 @@ class RolloutWorker:
         await worker.shutdown()
 
     Args:
-        config: Configuration of the run.
         rank: Rank in the rollout pool.
         device: ``"cpu"`` or ``"cuda"``.
         stop_token_ids: Ids that end a response, in addition to the model's own; see :func:`sampling_from`.
@@ -116,7 +115,6 @@ class RolloutWorker:
         call, and a generator that is only deleted keeps running.
 
         Args:
-            prompts: The prompts.
             step: Training step, for the seeds.
             sampling: Name of the sampling parameters.
             timeout_s: Deadline of the call; None for ``rollout.timeout_s``, which suits a share of a training batch.

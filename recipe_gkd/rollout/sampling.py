@@ -82,7 +82,6 @@ def sampling_from(config: Config, name: SamplingName = "train", *, also_stop_at:
     """Return the sampling parameters of a configuration.
 
     Args:
-        config: Configuration of the run.
         name: ``"train"`` for ``actor_rollout_ref.rollout``, ``"validation"`` for its ``val_kwargs``, ``"probe"`` for
             few tokens from the unchanged distribution.
         also_stop_at: EOS ids of the teachers, at which a response ends in addition to the student's own EOS ids. A base

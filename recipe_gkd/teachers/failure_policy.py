@@ -195,7 +195,6 @@ def of_several_requests(last: TeacherError, what: str, *, option: str, remedy: s
     """Return an error of the class of the last one, without the place of its request. ``details`` has the last error.
 
     Args:
-        last: Error of the last request.
         what: Summary of all failures.
         option: Configuration key that can be changed.
         remedy: What the user can do.

@@ -59,8 +59,6 @@ def make_teacher_prompts(
     Args:
         data: Tokenized prompts of the student.
         routes: Teacher of each row.
-        config: Configuration of the run.
-        tokenizer: Tokenizer of the student.
 
     Returns:
         None if every teacher sees the student's prompts.

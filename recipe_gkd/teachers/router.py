@@ -89,7 +89,6 @@ class Teachers:
         """Create the router without requests in flight.
 
         Args:
-            config: Configuration of the run.
             routes: Teacher of each row.
             clients: Backend of each teacher that has rows, by name.
             outages: Monitor of the same backends, or None for no warnings.

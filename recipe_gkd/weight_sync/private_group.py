@@ -52,7 +52,6 @@ class PrivateGroup:
 
     Args:
         store: Store of the transport.
-        rank: This rank.
         world: Number of ranks.
         device: Device of the transferred tensors.
         timeout_s: Deadline of an update.

@@ -51,7 +51,6 @@ class Dispatcher:
     """Open requests and registered workers.
 
     Attributes:
-        limits: Limits of the queue.
         workers: Registered workers by identity.
         queue: Waiting jobs.
         last_removal: Reason for the most recent removal of a worker.

@@ -74,7 +74,6 @@ class RegisteredWorker:
     Attributes:
         identity: ZeroMQ identity.
         name: Host and pid.
-        info: Model.
         capacity_tokens: Tokens that it accepts at a time.
         stall_timeout_s: Its own time limit of an engine step, in seconds; 0 for no limit.
         has_sleep_mode: True if it can sleep.

@@ -71,8 +71,6 @@ class StateCommand(NamedTuple):
     """Change that a worker is to make.
 
     Attributes:
-        worker: Worker.
-        change: Change.
         timeout_s: Its time limit, in seconds.
     """
 

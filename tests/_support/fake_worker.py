@@ -139,7 +139,6 @@ class RunningWorker:
     """Worker in a thread.
 
     Attributes:
-        engine: Its engine.
         error: Exception raised by its ``run``.
         settled: Event that is set when it has registered or ended.
     """

@@ -87,8 +87,6 @@ class Service:
 
     Attributes:
         port: Port for clients.
-        backend_port: Port for workers.
-        run_dir: Run folder of the service.
         ckpt_path: Folder of the model.
     """
 

@@ -30,7 +30,6 @@ class ArrayPool:
         """Return an uninitialized array.
 
         Args:
-            shape: Shape.
             dtype: Data type.
         """
         dtype = np.dtype(dtype)

@@ -171,7 +171,6 @@ def bucket_by_length(lengths: Sequence[int], least_fill: float = 0.75) -> list[n
     """Group the sequences of a packed row into right-padded blocks of similar length.
 
     Args:
-        lengths: Lengths of the sequences.
         least_fill: Minimum fraction of real positions per sequence of a block.
 
     Returns:

@@ -79,7 +79,6 @@ def stage(
     Args:
         packed: Micro-batch.
         weights: Weight of each token in each loss term, float32 [T] by name.
-        device: Training device.
         attention: Attention kernel. Only the row indices that it reads are prepared.
         allocate: Allocates the widened arrays of a CPU.
     """

@@ -45,7 +45,6 @@ def sharded_state(model: FsdpModel, *, with_optimizer: bool) -> dict[str, Tensor
     """Return the sharded weights and moments. They share memory with the model and its optimizer.
 
     Args:
-        model: Model in training.
         with_optimizer: Include the moments. They are allocated if no update has been made yet.
     """
     for module in fsdp_modules(model.module):

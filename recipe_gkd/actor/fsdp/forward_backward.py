@@ -33,7 +33,6 @@ def run_micro_batches(
     """Accumulate the gradient of the objective over micro-batches and ranks. Collective.
 
     Args:
-        model: Model in training.
         plan: Micro-batches of this rank. Each is packed in a thread while the one before it is computed.
         loss: Computes the losses of one micro-batch.
         gkd: Options of the objective.
@@ -71,7 +70,6 @@ def evaluate_micro_batches(
     """Compute the losses of micro-batches without a gradient. Collective.
 
     Args:
-        model: Model in training.
         plan: Micro-batches of this rank.
         loss: Computes the losses of one micro-batch.
         gkd: Options of the objective.

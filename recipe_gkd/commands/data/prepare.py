@@ -45,7 +45,6 @@ class Converted:
     """Rows of files in the training format.
 
     Attributes:
-        rows: The rows.
         n_empty: Number of rows without a prompt, which were dropped.
         renamed: Columns with the name of an output column, which became ``original_NAME``.
     """
@@ -60,7 +59,6 @@ class Split:
     """Rows of the output.
 
     Attributes:
-        train: Training rows.
         validation: Held-out rows, which may be empty.
         n_empty: Number of rows without a prompt, which were dropped.
         n_shared: Number of training rows whose prompt is held out, which were dropped.

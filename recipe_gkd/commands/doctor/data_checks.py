@@ -52,10 +52,8 @@ def data_findings(
     """Check the columns that the run needs, and tokenize evenly spaced rows.
 
     Args:
-        config: Configuration of the run.
         key: Config key of the files.
         data_set: Rows of the files.
-        tokenizer: Tokenizer of the student.
         truth_use: Use of the ground truth by the reward functions.
     """
     for setting, name, purpose in _needed_columns(config, key):

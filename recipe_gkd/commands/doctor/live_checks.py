@@ -80,7 +80,6 @@ def live_config(config: Config, folder: Path) -> Config:
     the tail as one outcome, which is 0 for equal distributions.
 
     Args:
-        config: Configuration of the run.
         folder: Folder for the diagnosis of a failure.
     """
     settings, length = config.actor_rollout_ref, engine_length(config)

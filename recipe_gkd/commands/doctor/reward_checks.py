@@ -58,9 +58,7 @@ def reward_call_findings(
     """Call the reward functions once, on the first row that they would score, and report what they return.
 
     Args:
-        config: Configuration of the run.
         data_sets: Rows of the files, by their config keys.
-        tokenizer: Tokenizer of the student.
         truth_use: Use of the ground truth by the functions.
     """
     key = TRAIN_FILES if trains_on_rewards(config) else VAL_FILES

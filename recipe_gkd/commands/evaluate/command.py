@@ -86,7 +86,6 @@ def run(args: argparse.Namespace, folders: Sequence[Path], config: Config) -> li
 
     Args:
         args: Arguments of the command.
-        folders: Model folders.
         config: Names of columns, lengths and the reward function.
     """
     evaluations = []

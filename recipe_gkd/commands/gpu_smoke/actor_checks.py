@@ -49,7 +49,6 @@ def running_actor(
     """Set up an actor in this process, and destroy its process groups at the end.
 
     Args:
-        config: Configuration of the run.
         rank: Rank of this process, and its GPU.
         world_size: Number of ranks.
         store: Store that all ranks use. None opens one.

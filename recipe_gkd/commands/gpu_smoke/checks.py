@@ -28,7 +28,6 @@ class Check:
         gpus: Number of GPUs that it needs on CUDA.
         packages: Packages that it needs: ``vllm``, ``ray``.
         deadline_s: Deadline on CUDA. Kernels may be compiled at first use.
-        cpu_deadline_s: Deadline on a CPU.
         environment: Worker whose environment variables its process gets.
     """
 
@@ -67,7 +66,6 @@ class Check:
 
         Args:
             device: ``"cuda"`` or ``"cpu"``.
-            n_gpus: Number of GPUs.
             installed: Versions of the packages, None for those that are not installed; see
                 :func:`~recipe_gkd.commands.gpu_smoke.machine.versions`.
         """

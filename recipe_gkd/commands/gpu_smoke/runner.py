@@ -23,9 +23,7 @@ def run_check(
     """Run a check in its process, if it is possible on this machine.
 
     Args:
-        check: The check.
         device: ``"cuda"`` or ``"cpu"``.
-        n_gpus: Number of GPUs.
         installed: Versions of the packages; see :meth:`Check.obstacle`.
         folder: Existing folder for files and the log ``NAME.log``.
         deadline_s: Deadline; None for that of the check.

@@ -48,8 +48,6 @@ def _transfer(context: Context, transport: str, sender: int, receiver: int) -> f
     """Send all versions. Return the speed of the fastest, in GB/s.
 
     Args:
-        context: Context of the check.
-        transport: Name of the transport.
         sender: GPU of this process.
         receiver: GPU of the other process.
     """

@@ -64,9 +64,7 @@ def micro_batch_memory(config: Config, device: str, dims: StudentDims, top_k: in
     With pipeline parallelism the sum is that of the fuller one of the first and the last stage.
 
     Args:
-        config: Configuration of the run.
         device: ``"cuda"`` or ``"cpu"``.
-        dims: Dimensions of the student.
         top_k: Number of ids of the teacher at each position.
     """
     actor = config.actor_rollout_ref.actor

@@ -68,7 +68,6 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return the configuration with other values.
 
     Args:
-        config: Configuration of a run.
         values: Dotted key -> value.
 
     Raises:

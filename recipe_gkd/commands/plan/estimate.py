@@ -46,9 +46,7 @@ class RunEstimate:
     """Figures of a run.
 
     Attributes:
-        n_parameters: Parameters of the student.
         n_rank_parameters: Parameters of the actor rank with the most.
-        pools: Memory of the devices.
         device_memory: Memory of a device in bytes; None if it is unknown.
         problems: What does not fit.
         excess: Bytes by which the memory is exceeded, summed over the pools.

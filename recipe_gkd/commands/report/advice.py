@@ -27,7 +27,6 @@ class Rule:
     """A metric with a limit.
 
     Attributes:
-        metric: Name of the metric.
         is_bad: Function of its mean over the last :data:`N_STEPS` steps.
         finding: Sentence about the value, with ``{value}``.
         remedy: What to do.

@@ -27,7 +27,6 @@ class Span:
 
     Attributes:
         row: Process and thread in the trace file.
-        name: Name with the step.
         start: Start in seconds.
         end: End in seconds.
     """

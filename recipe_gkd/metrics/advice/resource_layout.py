@@ -41,7 +41,6 @@ class ResourceLayout:
             multiple of it.
         rollout_divisor: Number of devices of one engine, which cannot span nodes.
         shared: True if both pools use the same devices.
-        n_teachers: Number of teacher workers.
         can_add_teachers: True if the teacher is a service, to which workers can be added.
         bucket_megabytes: Size of a weight bucket in MiB.
         grants: Test if the cluster has room for two pools. None: the cluster is unknown, and any size is possible.
@@ -68,7 +67,6 @@ class ResourceLayout:
         """Return the layout of a configuration.
 
         Args:
-            config: Configuration of the run.
             grants: See the attribute.
             cores: See the attribute.
         """

@@ -47,7 +47,6 @@ class ConsoleLogger:
 
         Args:
             completed_steps: Number of steps that are completed at the start.
-            last_step: Last step of the run.
             stream: Output, ``sys.stdout`` by default.
             loss_name: Name of the distillation loss, which stands before its values.
         """

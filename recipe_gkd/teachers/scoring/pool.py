@@ -368,7 +368,6 @@ def _with_uid(error: TeacherError, uids: Sequence[int], indices: Sequence[int]) 
 
     Args:
         error: Error of the part.
-        uids: Uids of the request.
         indices: Indices of the part's sequences in the request.
     """
     if error.sequence is None:

@@ -62,10 +62,8 @@ def train_with_memory(
     """Run an update on each batch.
 
     Args:
-        rank: Rank of this process.
         world_size: Number of ranks.
         port: Port of the rendezvous.
-        config: Configuration of the run.
         batches: Samples of each update.
         megabytes: Memory that a rank may allocate during an update, in addition to what it has; by rank.
     """
@@ -94,10 +92,8 @@ def measure_kl_with_memory(
     """Return the KL divergences of this rank's samples, and the metrics of an update after it.
 
     Args:
-        rank: Rank of this process.
         world_size: Number of ranks.
         port: Port of the rendezvous.
-        config: Configuration of the run.
         batch: Samples of all ranks.
         megabytes: Memory that a rank may allocate in addition to what it has; by rank.
     """
@@ -128,10 +124,8 @@ def train_with_fault(
     """Run an update on each batch. The last rank once runs out of memory, in the first layer's second micro-batch.
 
     Args:
-        rank: Rank of this process.
         world_size: Number of ranks.
         port: Port of the rendezvous.
-        config: Configuration of the run.
         batches: Samples of each update.
         backward: Fail in the backward pass of the layer, after those of later layers; else in its forward pass.
     """

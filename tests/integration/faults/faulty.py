@@ -65,8 +65,6 @@ async def inject(group: WorkerGroup[FaultyActor], rank: int, point: str, number:
     """Make a worker send itself a signal.
 
     Args:
-        group: Group of the worker.
-        rank: Its rank.
         point: Key of :data:`INJECTION_POINTS`.
         number: Number of the signal.
         call: Call of that function that sends the signal. The first one is 1.
