@@ -121,7 +121,7 @@ def read_steps(path: Path) -> list[dict[str, float]]:
 def read_layout(
     path: Path, steps: Sequence[Mapping[str, float]], *, actor: int | None, rollout: int | None, teacher: int | None
 ) -> ResourceLayout:
-    """Return the layout of the run's ``config.yaml``, or that of the arguments if the file does not exist.
+    """Return the layout of the run's ``config.yaml``, or the layout of the arguments if the file does not exist.
 
     Raises:
         ConfigError: The file exists and arguments were given, or neither is the case.

@@ -65,7 +65,7 @@ class RunRecord:
     Attributes:
         ended_at: Time at the end of the update.
         staleness: Maximum staleness of the samples.
-        metrics: Metrics as in metrics.jsonl, without those that stages without work do not have.
+        metrics: Metrics as in metrics.jsonl, without metrics that stages without work do not have.
     """
 
     ended_at: list[float] = field(default_factory=list)

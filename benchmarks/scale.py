@@ -11,7 +11,7 @@ calls as for separate ones. All cases run on one machine, where the processes co
     MB per GB     growth of the driver's own memory (RssAnon) per GB of rows per step; rows in flight are several times
                   that with one_step_off
     M rows x k/s  teacher log-probabilities that arrived at the actor ranks, in millions per second
-    step/bound    duration of a step, divided by that of its slowest stage
+    step/bound    duration of a step, divided by the duration of its slowest stage
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class _ClusterStart:
         arguments: Mapping[str, Any],
         own_env: Mapping[str, str] | None = None,
     ) -> ActorHandle:
-        """Start a worker in its slots, with the variables of the run and those of ``own_env``; return its handle."""
+        """Start a worker in its slots, with the variables of the run and of ``own_env``; return its handle."""
         variables = worker_variables(env, environment=os.environ, extra=self._config.ray_init.env_vars)
         variables |= dict(own_env or {})
         own = dict(config=self._config, rank=rank, device=pool.spec.device)

@@ -193,7 +193,7 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         write_durably(folder.path / CONFIG, stored)
         with hangup_ignored():
             opened.enter_context(connected_cluster(config))
-        raise_on_signals()  # again, because Ray sets a handler of its own
+        raise_on_signals()  # again, because Ray sets its own handler
         save_before = config.trainer.save_before
         stop = StopRequest(None if save_before is None else duration_s(save_before))
         training = _train(config, plan, teachers, reward_context, folder, stop)
@@ -405,7 +405,7 @@ async def _load(config: Config, cluster: Cluster, plan: TrainingPlan, points: Se
         best = read_best(root, config.trainer.best_metric, until=point.progress.step)
         start = ResumeState(point.progress, point.folder, best)
     else:
-        log.info("the weights are those of the model folder", extra=FILE_ONLY | as_event("load", step=0))
+        log.info("the weights come from the model folder", extra=FILE_ONLY | as_event("load", step=0))
         forget_best(root)
         start = ResumeState(plan.fresh)
     if (total_steps := plan.last_step(start.progress)) != plan.last_step(plan.progress):  # not the planned checkpoint

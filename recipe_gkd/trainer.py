@@ -177,7 +177,7 @@ class Trainer:
     async def fit(self, stop: StopRequest | None = None) -> None:
         """Train to the last step, and complete the checkpoint of that step if one is due.
 
-        Complete checkpoints are kept, also if the run fails. Incomplete ones are removed.
+        Complete checkpoints are kept, even if the run fails. Incomplete ones are removed.
 
         Args:
             stop: Request to save between steps and to return. It is accepted if the run saves checkpoints.

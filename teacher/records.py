@@ -25,7 +25,7 @@ class TeacherSequence:
         TeacherSequence([9, 8, 7, 5, 6], prompt_len=3)
 
     Attributes:
-        token_ids: Prompt followed by response, int32 [N]. The ids are those of the teacher's tokenizer.
+        token_ids: Prompt followed by response, int32 [N]. The ids are from the teacher's tokenizer.
         prompt_len: Number of prompt tokens, 1 <= prompt_len < N. The other T = N - prompt_len tokens are scored.
     """
 

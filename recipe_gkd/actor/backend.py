@@ -47,7 +47,7 @@ class BackendReport:
 
 
 class ShardedSave(Protocol):
-    """Files of one checkpoint. The functions that it returns run in processes of their own."""
+    """Planned save of one checkpoint. Its functions run in forked writer processes."""
 
     def shard_functions(self) -> list[Callable[[], list[WriteResult]]]:
         """Copy tensors from a GPU to the host, and return the functions that write this rank's files.
@@ -132,7 +132,7 @@ class Backend(Protocol):
         """
 
     def state_tensors(self, state: ActorState) -> Iterable[Tensor]:
-        """Return the tensors of a state on this rank, without scalars and without those of another state.
+        """Return the tensors of a state on this rank, without scalars and without tensors of another state.
 
         Tensors may share storages. A storage has tensors of one state only. Not collective.
 

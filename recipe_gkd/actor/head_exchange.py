@@ -74,7 +74,7 @@ class _Exchange(Protocol):
 
 
 class _GatherRows(torch.autograd.Function):
-    """Exchange, then reorder by sequence. The backward pass is a permutation; that of ``x[rows]`` would be a sum."""
+    """Exchange, then reorder by sequence. The backward pass is a permutation, whereas ``x[rows]`` would need a sum."""
 
     @staticmethod
     def forward(ctx: _Exchange, parts: Tensor, order: RowOrder, group: ProcessGroup) -> Tensor:

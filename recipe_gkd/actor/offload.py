@@ -119,7 +119,7 @@ class _State:
     ) -> None:
         self._name, self._tensors_of, self._device, self._copy = name, tensors_of, device, copy
         self._n_users = 0
-        self._storages: list[tuple[UntypedStorage, int]] = []  # those of the host copy, with their bytes
+        self._storages: list[tuple[UntypedStorage, int]] = []  # storages of the host copy, with their bytes
         self._is_away, self._is_copied = False, False
 
     def enter(self, read_only: bool) -> None:
@@ -224,7 +224,7 @@ def distinct_storages(tensors: Iterable[Tensor], device: torch.device) -> list[t
 
 
 def state_sizes(tensors_of: Callable[[ActorState], Iterable[Tensor]], device: torch.device) -> dict[str, int]:
-    """Return the bytes of each state that is on the device, by name, for messages about a lack of memory.
+    """Return the bytes of each state that is on the device, by name, for out-of-memory messages.
 
     Args:
         tensors_of: Returns the tensors of a state.

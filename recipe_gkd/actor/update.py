@@ -147,7 +147,7 @@ class Updater:
         compute: Callable[[MicroBatchPlan], list[dict[str, Any]]],
         work: str,
     ) -> tuple[MicroBatchPlan, list[dict[str, Any]]]:
-        """Compute micro-batches, with smaller ones after a lack of memory. Collective.
+        """Compute micro-batches, with smaller ones after running out of memory. Collective.
 
         Args:
             samples: Shard of this data-parallel rank.
@@ -236,7 +236,7 @@ class Updater:
         return TokenLimit(lowered=vote.limit, n_splits=self._limit.n_splits + 1)
 
     def _out_of_memory_error(self, error: Exception, work: str) -> WorkerError:
-        """Return the error about a lack of memory. Call it before anything is freed."""
+        """Return the out-of-memory error. Call it before anything is freed."""
         backend, limit = self._backend, self._limit.applied_to(self.config).max_token_len
         sizes = state_sizes(backend.state_tensors, backend.device)
         if self.config.use_dynamic_bsz and not self._gkd.fuse_lm_head:
@@ -311,7 +311,7 @@ def not_finite_advice(gkd: GkdConfig) -> str:
 
 
 def _can_repeat(error: Exception, vote: Vote) -> bool:
-    """Return True if the error is a lack of memory before the ranks have voted."""
+    """Return True if memory ran out before the ranks voted."""
     return not vote.is_done and not isinstance(error, GkdError) and is_out_of_memory(error)
 
 

@@ -34,7 +34,7 @@ def _parser(program: str, description: str | None) -> argparse.ArgumentParser:
         "--config-name", default="on_policy_distill_trainer", help="name of a YAML file in the config folder"
     )
     parser.add_argument(
-        "--config-dir", "--config-path", type=caller_path, help="config folder (default: that of the package)"
+        "--config-dir", "--config-path", type=caller_path, help="config folder (default: the package's)"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the YAML file")
     return parser

@@ -14,7 +14,7 @@ update   update, checkpoint         states of the actor            engines sleep
 ======== ========================== ============================== ====================================================
 
 A step is ``sync``, ``generate``, ``score``, ``update``. The phase ``score`` exists only with
-``teacher.sleep_between_batches``; otherwise the teacher has devices of its own. Engines sleep with ``hybrid_engine``
+``teacher.sleep_between_batches``; otherwise the teacher has its own devices. Engines sleep with ``hybrid_engine``
 and a ``rollout.sleep_level`` above 0. States of the ``*_offload`` keys leave the device at the end of each call of the
 actor that needs them (:mod:`recipe_gkd.actor.offload`). The phase ``update`` is entered as soon as all responses are
 complete, so that the transition overlaps with a teacher on other devices.
@@ -228,7 +228,7 @@ class SharedDevices:
         self._teacher_is_awake = False
 
     async def _wake_teacher(self) -> None:
-        self._teacher_is_awake = True  # also if the call fails, because other services may be awake
+        self._teacher_is_awake = True  # even if the call fails, because other services may be awake
         with span(self._metrics, "timing/teacher_wake"):
             await self._teachers.wake()
 

@@ -99,7 +99,7 @@ class Engines:
                     await self._replace(death)
 
     async def _verify(self) -> None:
-        """Compare the log-probabilities of the fixed request with those of the actor."""
+        """Compare the log-probabilities of the fixed request with the actor's."""
         got = await self._rollouts.call(
             RolloutWorker.log_probs, self._ids, timeout_s=self._timeout_s, phase="verification of the rollout engines"
         )

@@ -50,7 +50,7 @@ _ENGINE_WEIGHTS, _KV_CACHE, _BUCKETS = "engine weights", "KV cache", "buckets"
 _PARTS = (*ACTOR_PARTS.values(), _ENGINE_WEIGHTS, _KV_CACHE, _BUCKETS)
 
 _AUTO_BYTES = 2
-"""Size of a weight of an engine with ``dtype=auto``: 16 bits, also if the model's own type is float32."""
+"""Size of a weight of an engine with ``dtype=auto``: 16 bits, even if the model's own type is float32."""
 
 ENGINE_CONTEXT_BYTES = 1 * GIB
 """CUDA context, loaded kernels, and buffers of libraries of an engine, on each GPU. Estimate, not measured.

@@ -70,7 +70,7 @@ def _cgroup_limits() -> Iterator[int]:
     for folder, name in folders:
         try:
             limit = (folder / name).read_text(encoding="ascii").strip()
-        except OSError:  # in a container the path of the group is that of the host
+        except OSError:  # in a container the path of the group is the host's
             continue
         if limit.isdigit():
             yield int(limit)

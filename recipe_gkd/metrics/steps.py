@@ -35,7 +35,7 @@ class Capacity(Protocol):
 
     @property
     def cores(self) -> float | None:
-        """Number of CPU cores that the pools share. None: the pools have devices of their own."""
+        """Number of CPU cores that the pools share. None: the pools have their own devices."""
 
     def grants(self, actor: PoolSize, rollout: PoolSize) -> bool:
         """Return True if the cluster has room for an actor pool and a rollout pool of these sizes."""

@@ -236,7 +236,7 @@ class RolloutEngine:
         self._end(
             WorkerDied(
                 f"the rollout engine failed: its process {name} died",
-                remedy="the kernel's log on its node shows if it was killed for lack of memory",
+                remedy="the kernel's log on its node shows if it was killed because memory ran out",
                 process=name,
             )
         )

@@ -44,7 +44,7 @@ _REFUSALS = {
 
 
 def build_engine(options: EngineOptions) -> LLMEngine:
-    """Return a new engine in this process; its tensor-parallel ranks are processes of their own.
+    """Return a new engine in this process; its tensor-parallel ranks are separate processes.
 
     Raises:
         ModelError: The model folder has no ``config.json``.

@@ -57,7 +57,7 @@ class RequestTable:
         self._requests[request_id] = to_log_probs, deliver
 
     def remove(self, request_ids: Sequence[str]) -> list[str]:
-        """Remove requests, and return the ids of those that were in flight."""
+        """Remove requests, and return the ids of the requests that were in flight."""
         return [request_id for request_id in request_ids if self._requests.pop(request_id, None)]
 
     def deliver_finished(self, outputs: Sequence[RequestOutput], version: int) -> None:

@@ -197,7 +197,7 @@ class EngineSleep:
         except GkdError:
             raise
         except Exception as error:
-            # vLLM's allocator has a text of its own: "CUDA Error: out of memory at ..."
+            # vLLM's allocator has its own text: "CUDA Error: out of memory at ..."
             if is_out_of_memory(error) or "out of memory" in str(error):
                 failure = out_of_memory_error(error, WorkerDied, pool="rollout", phase="wake-up", worker=self._name)
                 raise failure.replaced(phase=action) from error

@@ -251,7 +251,7 @@ class RolloutWorker:
                 they stay paused for the next update, and end with :class:`WeightSyncError` if that fails too.
 
         Raises:
-            WeightSyncError: The announced weights are not those of the rollout model, or the engine sleeps.
+            WeightSyncError: The announced weights do not match the rollout model, or the engine sleeps.
             ResourceError: The update does not fit into the memory.
             DeadlineError: The running requests did not finish in time.
         """

@@ -19,7 +19,7 @@ SamplingName = Literal["train", "validation", "probe"]
 which an engine is verified after a weight sync (:mod:`recipe_gkd.hybrid.sync_probe`)."""
 PROBE_TOKENS = 4
 VALIDATION_STEP = -1
-"""Step in the seeds of validation. It makes them equal at every step, and different from those of training."""
+"""Step in the seeds of validation. It makes them equal at every step, and different from the seeds of training."""
 
 
 @dataclass(frozen=True, kw_only=True)

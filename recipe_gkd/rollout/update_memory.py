@@ -39,7 +39,7 @@ class UpdateMemory:
 
     @property
     def double_buffered(self) -> int:
-        """Free memory from which on an update is kept aside until it is complete: twice its size, as a margin."""
+        """Free memory that permits keeping an update aside until it is complete: twice its size, as a margin."""
         return 2 * self.model_bytes
 
     def fits_double_buffered(self, free: int, n_sharing_host: int) -> bool:

@@ -246,7 +246,7 @@ def _reasons(errors: Sequence[GkdError]) -> str:
 
 
 def _joined(errors: Sequence[GkdError], *, is_unusable: bool) -> WorkerDied | WeightSyncError:
-    """Return one error for the failures of all ranks. Phase, worker and remedy are those of the first."""
+    """Return one error for the failures of all ranks. Phase, worker and remedy come from the first."""
     first, what = errors[0], _reasons(errors)
     details = tuple(dict.fromkeys(line for error in errors for line in error.details))
     if is_unusable:

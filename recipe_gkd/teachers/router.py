@@ -101,7 +101,7 @@ class Teachers:
         self._request_times: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
 
     def for_data(self, routes: Routes) -> Teachers:
-        """Return a router of the same clients for another data set, with a failure budget of its own.
+        """Return a router of the same clients for another data set, with its own failure budget.
 
         Args:
             routes: Teacher of each row of that data set.

@@ -131,7 +131,7 @@ class PrivateGroup:
 class _InterruptibleStore(dist.Store):
     """Access of a group to the store of a transport, with waits that can be interrupted.
 
-    A wait of torch's own client blocks all other threads that use the client. A client of its own would be one more
+    A wait of torch's client blocks all other threads that use the client. A separate client would be one more
     connection for each rank.
 
     Args:

@@ -25,7 +25,7 @@ class RequestKey(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """A request of a client. Times are those of ``time.monotonic()`` in the proxy.
+    """A request of a client. Times come from ``time.monotonic()`` in the proxy.
 
     Attributes:
         job_id: Request id between proxy and worker.

@@ -1,4 +1,4 @@
-"""Sleep and wake-up of a service. This module uses no sockets; times are those of ``time.monotonic()``.
+"""Sleep and wake-up of a service. This module uses no sockets; times come from ``time.monotonic()``.
 
 A service that sleeps has released the memory of its devices, so that other processes can use them.
 

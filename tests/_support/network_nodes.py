@@ -1,6 +1,6 @@
 """Nodes on one machine: processes with their own network, process ids, host name, ``/tmp`` and ``/dev/shm``.
 
-A switch (a bridge in a network namespace of its own) joins the nodes. Each node is a set of Linux namespaces whose
+A switch (a bridge in a separate network namespace) joins the nodes. Each node is a set of Linux namespaces whose
 first process waits for the end of its standard input. The kernel ends all processes of a node together with that
 process, and removes namespaces and interfaces. Nothing is left, even if the program that created the nodes is killed.
 """

@@ -46,7 +46,7 @@ def processes_of_run(run_id: str) -> list[str]:
 
 @dataclass
 class Run:
-    """A training run in a process of its own.
+    """A training run in a separate process.
 
     Attributes:
         process: Process of the driver.

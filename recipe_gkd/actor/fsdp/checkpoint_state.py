@@ -10,7 +10,7 @@ name                                    tensor                      part
 ======================================  ==========================  ==============================================
 
 Names of parameters do not depend on the number of ranks or on ``fsdp_size``. The description of the checkpoint contains
-the step counts of AdamW. Buffers and frozen parameters do not change in training; they are those of the model folder.
+the step counts of AdamW. Buffers and frozen parameters do not change in training; they come from the model folder.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def run_micro_batches(
     has_copies = plan.before_reduction is not None and model.mesh.ndim > 1
     n_passes = plan.count + has_copies
     prefetcher = Prefetcher(plan.stage, count=n_passes, n_readers=1, timeout_s=timeout_s)
-    # `resharded`: also if a loss raises an error before its backward pass
+    # `resharded`: even if a loss raises an error before its backward pass
     with resharded(model.module), _reset_after_error(model.module), prefetcher:
         [batches] = prefetcher.readers
         for index, staged in enumerate(batches):

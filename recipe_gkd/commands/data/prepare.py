@@ -277,7 +277,7 @@ def _other_columns(row: Row, columns: Sequence[str], arguments: argparse.Namespa
 
 
 def _without_collisions(others: OutputRow, made: OutputRow, where: str, renamed: dict[str, str]) -> OutputRow:
-    """Return other columns, with another name for those that have the name of an output column."""
+    """Return other columns, with another name for any that has the name of an output column."""
     found = {}
     for name, value in others.items():
         if name in made:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 256
 _MANY = 0.5
-"""Fraction of overlong prompts from which on they are reported."""
+"""Smallest fraction of overlong prompts that is reported."""
 
 
 def read_data_sets(config: Config) -> tuple[dict[str, DataSet], list[Finding]]:

@@ -31,7 +31,7 @@ _SHOWN_CHARS = 60
 
 
 def reward_findings(config: Config) -> tuple[TruthUse, list[Finding]]:
-    """Load the reward functions in a process of their own, and call none of them.
+    """Load the reward functions in separate processes, and call none of them.
 
     Returns:
         Use of the ground truth, and the findings; none if the run computes no rewards.

@@ -51,7 +51,7 @@ class Check:
         return function
 
     def variables(self, device: str) -> dict[str, str]:
-        """Return the environment variables that its process gets in addition to those of this process."""
+        """Return the environment variables that its process gets in addition to this process's."""
         offline = {"HF_HUB_OFFLINE": "1"}
         on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if device == "cpu" else {}
         worker: dict[str, str] = {}
@@ -66,7 +66,7 @@ class Check:
 
         Args:
             device: ``"cuda"`` or ``"cpu"``.
-            installed: Versions of the packages, None for those that are not installed; see
+            installed: Versions of the packages, None if a package is not installed; see
                 :func:`~recipe_gkd.commands.gpu_smoke.machine.versions`.
         """
         if device == "cuda" and n_gpus < self.gpus:

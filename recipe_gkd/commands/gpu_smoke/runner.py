@@ -1,4 +1,4 @@
-"""One check in a process of its own."""
+"""One check in a separate process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_check(
         device: ``"cuda"`` or ``"cpu"``.
         installed: Versions of the packages; see :meth:`Check.obstacle`.
         folder: Existing folder for files and the log ``NAME.log``.
-        deadline_s: Deadline; None for that of the check.
+        deadline_s: Deadline; None for the deadline of the check.
     """
     if obstacle := check.obstacle(device, n_gpus, installed):
         return Outcome(name=check.name, status="not possible here", detail=obstacle)

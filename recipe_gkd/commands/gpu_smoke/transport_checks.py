@@ -1,6 +1,6 @@
-"""Weight transports between two processes. The receiver compares all tensors with those that were sent.
+"""Weight transports between two processes. The receiver compares all tensors with what was sent.
 
-The receiver copies the buckets on a stream of its own, as vLLM's tensor-parallel workers do. If memory of a bucket were
+The receiver copies the buckets on its own stream, as vLLM's tensor-parallel workers do. If memory of a bucket were
 reused before the copy has run, its tensors would differ.
 """
 

@@ -40,7 +40,7 @@ class TeacherSetup:
     """Teacher of a prediction. The configuration of a run has only the address of its service.
 
     Attributes:
-        n_gpus: Number of GPUs of all teacher workers together, of the same kind as those of the run.
+        n_gpus: Number of GPUs of all teacher workers together, of the same kind as the run's.
     """
 
     dims: StudentDims

@@ -37,7 +37,7 @@ def update_parts(config: Config, dims: StudentDims, workload: Workload, device: 
 
 
 def model_flops(config: Config, dims: StudentDims, workload: Workload) -> float:
-    """Return the model FLOPs of an update; with LoRA without those of weight gradients.
+    """Return the model FLOPs of an update; with LoRA without the FLOPs of weight gradients.
 
     Args:
         workload: Responses of the step.

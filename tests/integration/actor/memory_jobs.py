@@ -23,7 +23,7 @@ from tests._support.tiny_models import exported, started, update
 
 VOCAB = 40_000
 M_MMAP_THRESHOLD = -3
-"""Option of the C library's ``mallopt``: size of a block from which on it is mapped separately, in bytes."""
+"""Option of the C library's ``mallopt``: smallest size of a block that is mapped separately, in bytes."""
 
 
 class Outcome(NamedTuple):
@@ -153,7 +153,7 @@ def train_with_fault(
 
 
 def map_large_blocks(*_: int) -> None:
-    """Let each large block have memory of its own from now on.
+    """Let each large block have its own memory from now on.
 
     Otherwise a block could use what an earlier job freed, and would not count for :func:`limited_memory`.
     """

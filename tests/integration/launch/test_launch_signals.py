@@ -184,7 +184,7 @@ def test_fresh_keeps_folder_without_lock_file(checkout: Path) -> None:
 
 
 def test_every_script_of_a_training_forwards_all_documented_signals() -> None:
-    """Scripts run a training with ``run_foreground``, or have traps of their own."""
+    """Scripts run a training with ``run_foreground``, or have their own traps."""
     foreground = (REPO / "launch" / "foreground.bash").read_text()
     n_checked = 0
     for script in [*(REPO / "launch").glob("*.sh"), REPO / "launch" / "slurm.sbatch"]:

@@ -154,7 +154,7 @@ class TestModelInput:
 
 class TestPackedAttention:
     def test_backward_pass_in_another_thread_computes_checkpointed_attention_again(self) -> None:
-        """The autograd engine of a GPU has threads of its own, which have no context variables of the caller."""
+        """The autograd engine of a GPU has its own threads, which have no context variables of the caller."""
         model, choice = tiny_model("gemma2")
         batch = make_batch(LENGTHS["ragged"])
         arguments = model_input(batch, PACKED).inputs

@@ -1,4 +1,4 @@
-"""Errors that report a lack of memory, and the message about it."""
+"""Out-of-memory errors, and the message about them."""
 
 from __future__ import annotations
 
