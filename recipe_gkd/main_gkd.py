@@ -385,7 +385,7 @@ async def _end_without_actors(error: GkdError, config: Config, cluster: Cluster,
 
 
 def _newest_point(config: Config, checkpoint: Path, plan: TrainingPlan) -> list[ResumePoint]:
-    """Return the newest checkpoint of this run, as a list: ``checkpoint``, or one that the disk completed later."""
+    """Return the newest complete checkpoint in a list; a background save may have finished after ``checkpoint``."""
     checkpoint = newest_complete(checkpoint.parent).folder or checkpoint
     trainer = replace(config.trainer, resume_mode="resume_path", resume_from_path=str(checkpoint))
     return resume_points(replace(config, trainer=trainer), plan.fresh)

@@ -100,7 +100,7 @@ def open_devices(
 
 
 class SeparateDevices:
-    """Devices of which each belongs to one stage.
+    """Devices that no two stages share.
 
     Args:
         cluster: Connected workers.

@@ -152,7 +152,7 @@ def _pools(
 
 
 def _update_parts(config: Config, device: str, actor: ActorMemory, batch: MicroBatchMemory) -> dict[str, float]:
-    """Return the parts of the larger one of both peaks of an update: the backward pass, or the optimizer step."""
+    """Return the memory at the update's peak: backward pass or optimizer step, whichever is larger."""
     largest: States = max(actor.stages, key=lambda stage: sum(stage.values()))
     states = {part: largest[state] for state, part in ACTOR_PARTS.items()}
     process = {"process": PROCESS_BYTES[device]}
