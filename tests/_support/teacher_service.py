@@ -48,7 +48,7 @@ def running_proxy(frontend_port: int = 0, backend_port: int = 0, **settings: Any
         yield proxy
     finally:
         stop.set()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive()
         stop.close()
 

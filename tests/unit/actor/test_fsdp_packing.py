@@ -160,7 +160,7 @@ class TestPackedAttention:
         arguments = model_input(batch, PACKED).inputs
         with attending(batch.row, BLOCKS), ThreadPoolExecutor(1) as thread:
             logits = checkpoint(lambda: model(**arguments).logits[0], use_reentrant=False)
-            gradients = thread.submit(gradients_of, model, logits).result(timeout=30)
+            gradients = thread.submit(gradients_of, model, logits).result(timeout=60)
         assert_same_gradients(gradients, together(model, batch, choice)[1])
 
     def test_scores_in_parts_equal_all_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
