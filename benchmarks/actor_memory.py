@@ -71,7 +71,6 @@ def rank_bytes(dims: ModelDims, layout: ActorLayout, max_token_len: int, *, reco
 
     Args:
         dims: A dense model.
-        layout: Layout of the actor.
         max_token_len: Tokens of a micro-batch.
         recompute: True for full recomputation of each layer.
     """

@@ -110,7 +110,7 @@ def inputs_for(case: Case, methods: tuple[str, ...]) -> Inputs:
 
 def log_softmax(case: Case, given: Inputs, logits_TV: Tensor) -> tuple[Tensor, ...]:
     log_q_TV = logits_TV.log_softmax(1)
-    return torch.autograd.grad(log_q_TV, logits_TV, log_q_TV.detach())  # an incoming gradient without memory of its own
+    return torch.autograd.grad(log_q_TV, logits_TV, log_q_TV.detach())  # an incoming gradient without its own memory
 
 
 def autograd(case: Case, given: Inputs, logits_TV: Tensor) -> tuple[Tensor, ...]:

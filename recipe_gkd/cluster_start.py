@@ -77,7 +77,6 @@ async def start_cluster(
     An error of the body is diagnosed while the workers still run. The raised error has the folder as ``diagnosis``.
 
     Args:
-        config: Configuration of the run.
         device: ``"cuda"`` or ``"cpu"``.
         total_steps: Number of optimizer steps at the end of the run.
         stop_token_ids: Ids at which the teachers end a turn. Responses end there too.
@@ -121,7 +120,6 @@ class _ClusterStart:
         """Create the groups, without workers.
 
         Args:
-            config: Configuration of the run.
             device: ``"cuda"`` or ``"cpu"``.
             arguments: Further arguments of the workers' constructors, by pool.
         """
@@ -191,7 +189,7 @@ class _ClusterStart:
         arguments: Mapping[str, Any],
         own_env: Mapping[str, str] | None = None,
     ) -> ActorHandle:
-        """Start a worker in its slots, with the variables of the run and those of ``own_env``; return its handle."""
+        """Start a worker in its slots, with the variables of the run and of ``own_env``; return its handle."""
         variables = worker_variables(env, environment=os.environ, extra=self._config.ray_init.env_vars)
         variables |= dict(own_env or {})
         own = dict(config=self._config, rank=rank, device=pool.spec.device)

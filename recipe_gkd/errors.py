@@ -67,7 +67,6 @@ class RunFolderInUse(ConfigError):
     Attributes:
         path: The run folder.
         pid: Process id of the driver of the other run. None if it is unknown.
-        host: Name of its host.
     """
 
     path: Path | None = field(default=None, kw_only=True)

@@ -33,7 +33,6 @@ class Student:
     Attributes:
         path: Model folder.
         vocab_size: Number of rows of the output layer.
-        tokenizer: Tokenizer of the student.
         fingerprint: Hash of the tokenizer's vocabulary; see :mod:`teacher.common.fingerprint`.
         n_tokens: Number of ids of the tokenizer. Rows of the output layer from ``n_tokens`` on are padding.
     """
@@ -166,7 +165,6 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     """Return the tokenizer of a model folder.
 
     Args:
-        folder: The folder.
         trust_remote_code: True to run the folder's Python code.
 
     Raises:

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: Arguments without the program name, by default those of this process.
+        argv: Arguments without the program name, by default the arguments of this process.
 
     Returns:
         Exit status: 0 for success or a stop by a signal, 1 for a failure with its reason in the last line on stderr,

@@ -10,7 +10,7 @@ Usage: teacher/stop_server.sh [--option value ...]
 
 Sends SIGTERM to each process of the run folder, waits, and kills the remaining ones. A pid that now belongs to another
 process is left alone. Processes of other hosts and unreadable pid files are reported, and the exit status is 1. Returns
-0 if no process of the folder runs afterwards, also if none ran before.
+0 if no process of the folder runs afterwards, even if none ran before.
 
 Options, as flags or environment variables:
   PROXY_FRONTEND_PORT  port of the service, part of the default run folder  [15555]

@@ -120,7 +120,7 @@ class _State:
     ) -> None:
         self._name, self._tensors_of, self._device, self._copy = name, tensors_of, device, copy
         self._n_users = 0
-        self._storages: list[tuple[UntypedStorage, int]] = []  # those of the host copy, with their bytes
+        self._storages: list[tuple[UntypedStorage, int]] = []  # storages of the host copy, with their bytes
         self._is_away, self._is_copied = False, False
 
     def enter(self, read_only: bool) -> None:

@@ -71,7 +71,6 @@ class StudentActor:
     that :meth:`update` documents, and after a :class:`CheckpointError`.
 
     Args:
-        config: Configuration of the run.
         rank_spec: This process.
         total_steps: Step at which the decay of the learning rate ends.
         n_token_ids: Number of token ids. Larger ids are padding of the output layer and belong to no distribution.
@@ -79,7 +78,6 @@ class StudentActor:
 
     Attributes:
         rank: Global rank.
-        device: Device of the model.
     """
 
     backend: Backend
@@ -171,7 +169,7 @@ class StudentActor:
             step: Optimizer step, counted from 0. It determines the learning rate.
 
         Returns:
-            Metrics of the global batch, equal on all ranks: those of
+            Metrics of the global batch, equal on all ranks: the metrics of
             :func:`~recipe_gkd.actor.objective.loss_metrics.compute_loss_metrics`, ``actor/grad_norm`` before clipping,
             ``actor/lr``, ``actor/micro_batches`` per rank, and ``perf/max_memory_allocated_gb``, the largest peak of a
             rank so far. With ``trainer.oom=split`` also ``actor/oom_splits``, the number of failed attempts of all
@@ -257,7 +255,7 @@ class StudentActor:
             step: Number of optimizer steps of the weights, for messages.
 
         Returns:
-            See :data:`~recipe_gkd.actor.objective.kl_sums.KlSums`. The sum over all ranks is that of whole samples.
+            See :data:`~recipe_gkd.actor.objective.kl_sums.KlSums`. The sum over all ranks covers whole samples.
 
         Raises:
             DataError: A sample of this rank is invalid. The actor remains usable, also after the next errors.
@@ -344,7 +342,7 @@ class StudentActor:
         with self.backend.in_use():
             common = self.backend.check_checkpoint(path, contents)
             self._partially_loaded = path
-            # Also without `optimizer` among the contents: its float32 weights are then those of the loaded model.
+            # Also without `optimizer` among the contents: its float32 weights are then the loaded model's.
             with self.backend.states.on_device("params", "optimizer"):
                 self._step = self.backend.load_checkpoint(path, contents, common)
             self._partially_loaded = None

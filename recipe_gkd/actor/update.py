@@ -46,7 +46,6 @@ class Updater:
 
     Args:
         backend: Model in training.
-        config: Configuration of the run.
         n_token_ids: Number of token ids. Larger ids are padding of the output layer and belong to no distribution.
 
     Attributes:
@@ -150,7 +149,7 @@ class Updater:
         compute: Callable[[MicroBatchPlan], list[dict[str, Any]]],
         work: str,
     ) -> tuple[MicroBatchPlan, list[dict[str, Any]]]:
-        """Compute micro-batches, with smaller ones after an out-of-memory error. Collective.
+        """Compute micro-batches, with smaller ones after running out of memory. Collective.
 
         Args:
             samples: Shard of this data-parallel rank.
@@ -314,7 +313,7 @@ def not_finite_advice(gkd: GkdConfig) -> str:
 
 
 def _can_repeat(error: Exception, vote: Vote) -> bool:
-    """Return True for an out-of-memory error before the ranks have voted."""
+    """Return True if memory ran out before the ranks voted."""
     return not vote.is_done and not isinstance(error, GkdError) and is_out_of_memory(error)
 
 

@@ -33,7 +33,6 @@ class Owner:
     """Process that holds a lock, as written into the lock file.
 
     Attributes:
-        host: Name of its host.
         process: Its process id and start time.
         since: Time at which it took the lock, in ISO format.
     """

@@ -25,7 +25,6 @@ class PhasePeaks:
     """Peak memory of actor and rollout engine together in each phase.
 
     Args:
-        config: Configuration of the run.
         cluster: Connected workers.
 
     Attributes:

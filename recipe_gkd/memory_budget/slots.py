@@ -21,7 +21,6 @@ def slot_memory(device: str, n_slots: int) -> int | None:
     Args:
         device: ``"cuda"`` for the memory of a GPU. If there are more GPUs than slots, the largest are used, and the
             smallest of these counts. ``"cpu"`` for an equal part of the memory that the processes may use.
-        n_slots: Number of slots.
     """
     if device == "cpu":
         return min([psutil.virtual_memory().total, *_cgroup_limits()]) // n_slots
@@ -72,7 +71,7 @@ def _cgroup_limits() -> Iterator[int]:
     for folder, name in folders:
         try:
             limit = (folder / name).read_text(encoding="ascii").strip()
-        except OSError:  # in a container the path of the group is that of the host
+        except OSError:  # in a container the path of the group is the host's
             continue
         if limit.isdigit():
             yield int(limit)

@@ -135,7 +135,7 @@ class ActorLock:
         return state.config.inflight_update or not state.n_in_flight or generation_left_s < state.last_update_s
 
     def _next_needed_versions(self) -> list[int]:
-        """Return the version that the next batch will need, if it is needed before two more updates; else nothing."""
+        """Return ``[v]`` if the next batch needs weights ``v`` before the update after next, else ``[]``."""
         state = self._state
         if state.config.inflight_update or state.next_step is None or state.next_step > state.actor_version + 2:
             return []

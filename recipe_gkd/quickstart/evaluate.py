@@ -67,7 +67,6 @@ class QuickstartEvaluation:
         model: Folder of the model.
         data: File of the problems.
         n: Number of problems.
-        n_exact: Number of exact responses.
         accuracy: ``n_exact / n``.
         seconds: Time of loading, generation and scoring, without the import of vLLM.
         examples: The first :data:`N_EXAMPLES` responses.

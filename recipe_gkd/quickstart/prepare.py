@@ -80,7 +80,6 @@ def prepare(
         seed: Seed of the problems, the initial weights and the training.
         fresh: True to create all folders again, and to train the models instead of using the packaged weights.
         recipes: Shape and training of each model.
-        timeout_s: Deadline of the training.
 
     Returns:
         The records of ``data`` and of each model.

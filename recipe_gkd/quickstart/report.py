@@ -97,7 +97,7 @@ def build_report(results: RunResults) -> Json:
 
 
 def _check_evaluations(evaluations: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise DataError if an evaluation is incomplete, or not of the same problems as that of the teacher."""
+    """Raise DataError if an evaluation is incomplete, or not of the same problems as the teacher's."""
     teacher = evaluations["teacher"]
     for name, evaluation in evaluations.items():
         for key in ("accuracy", "n", "n_exact", "data"):

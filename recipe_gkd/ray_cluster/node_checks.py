@@ -30,10 +30,7 @@ async def check_nodes(config: Config, device: str, pools: Sequence[Pool], *, tim
     On a CPU only the disk space is checked. With ``trainer.check_nodes=false`` problems are logged as warnings.
 
     Args:
-        config: Configuration of the run.
         device: ``"cuda"`` or ``"cpu"``.
-        pools: The actor pool and the rollout pool.
-        timeout_s: Deadline of all checks.
 
     Raises:
         ResourceError: A node cannot run workers. The message lists every problem of every node.

@@ -1,4 +1,4 @@
-"""Ray's object stores: their use, and whether those of the actor pool can hold the teachers' rows."""
+"""Ray's object stores: their use, and whether the actor pool's stores can hold the teachers' rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 2.0
 
 
 class ObjectStoreUsage:
-    """Metrics of the object stores of all nodes together, measured now and then."""
+    """Metrics of the object stores of all nodes together, measured from time to time."""
 
     def __init__(self) -> None:
         self._measured_at = -EVERY_S

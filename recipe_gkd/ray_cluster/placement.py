@@ -106,8 +106,6 @@ async def collect_device_reports(
     """Return the result of every worker's ``device_report()``. All workers are called at the same time.
 
     Args:
-        groups: Groups of workers.
-        timeout_s: Deadline.
         on_result: Name of a group -> function that is called with the rank of each worker that has answered.
 
     Raises:
@@ -134,7 +132,6 @@ async def environments_of_guests(
     Args:
         actors: Actor ranks, which hold the GPUs (``hybrid_engine``).
         n_guests: Number of rollout workers. Each uses the GPUs of equally many consecutive actor ranks.
-        timeout_s: Deadline.
 
     Raises:
         DeadlineError: An actor worker did not answer.
@@ -163,7 +160,6 @@ def check_devices(reports: Reports, *, is_hybrid: bool = False) -> None:
     """Check that every worker has the GPUs that Ray assigned to it, and that no two workers share one by mistake.
 
     Args:
-        reports: Report of each worker.
         is_hybrid: True if each GPU belongs to one actor worker and one rollout worker (``hybrid_engine``).
 
     Raises:
@@ -200,7 +196,6 @@ def check_transport(reports: Reports, transport: str) -> None:
     """Check that all workers are on one node if weights are sent through its shared memory.
 
     Args:
-        reports: Report of each worker.
         transport: ``actor_rollout_ref.rollout.weight_transport``.
 
     Raises:

@@ -53,7 +53,6 @@ def to_worker_error(
         error: The exception, unwrapped.
         phase: Phase of the call.
         pool: Name of the worker's pool.
-        label: Label of the worker.
         location: Location of the worker. None if the exception is not Ray's, so that it cannot be a death.
         session: Folder of Ray's session on each node.
 

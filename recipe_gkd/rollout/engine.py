@@ -60,9 +60,6 @@ class RolloutEngine:
     engine: every request and every later command then fails with :class:`WorkerDied`, and the worker must be
     replaced. This also holds while the engine's thread hangs because a rank died. Any other exception of a command is
     returned to its caller only.
-
-    Args:
-        options: Options of the engine.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -93,7 +90,6 @@ class RolloutEngine:
         """Add a request for each prompt.
 
         Args:
-            prompts: The prompts.
             params: Keyword arguments of vLLM's ``SamplingParams`` for each prompt.
             deliver: Callback for responses and failures.
 

@@ -45,7 +45,7 @@ _REFUSALS = {
 
 
 def build_engine(options: EngineOptions) -> LLMEngine:
-    """Return a new engine in this process; its tensor-parallel ranks are processes of their own.
+    """Return a new engine in this process; its tensor-parallel ranks are separate processes.
 
     Raises:
         ModelError: The model folder has no ``config.json``.
@@ -126,7 +126,6 @@ def step_budget(options: EngineOptions, cuda_default: int) -> dict[str, Any]:
     ``LLMEngine`` is 2048 tokens, a quarter or an eighth of the default for its ``LLM`` class.
 
     Args:
-        options: Options of the engine.
         cuda_default: Tokens of a step on CUDA; see :func:`vllm_compat.default_batched_tokens`.
 
     Raises:

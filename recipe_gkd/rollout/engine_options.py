@@ -59,7 +59,6 @@ class EngineOptions:
         """Return the options of a configuration.
 
         Args:
-            config: Configuration of the run.
             device: ``"cpu"`` or ``"cuda"``.
             n_tokens: See the attribute.
         """

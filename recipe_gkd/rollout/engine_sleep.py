@@ -105,7 +105,6 @@ class EngineSleep:
         """Release the memory of the engine. Without effect if it sleeps already.
 
         Args:
-            engine: The engine.
             level: ``rollout.sleep_level``.
 
         Raises:
@@ -136,7 +135,6 @@ class EngineSleep:
         """Allocate a part of the memory again. Without effect if it is allocated.
 
         Args:
-            engine: The engine.
             part: ``"weights"``, or then ``"kv_cache"``.
 
         Raises:

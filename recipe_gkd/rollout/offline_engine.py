@@ -37,13 +37,12 @@ class OfflineEngineOptions:
     """Settings of an engine.
 
     Attributes:
-        dtype: Data type of the weights, ``"auto"`` for that of the folder.
-        max_model_len: Maximum tokens of a prompt with its response. None: that of the model.
+        dtype: Data type of the weights, ``"auto"`` for the data type of the folder.
+        max_model_len: Maximum tokens of a prompt with its response. None: the model's maximum.
         tensor_parallel_size: Number of GPUs.
         gpu_memory_utilization: Share of each GPU's memory for the engine.
         cpu_cache_bytes: Size of the KV cache on a CPU, in bytes.
         trust_remote_code: Allow code from the folder.
-        seed: Seed of the engine.
     """
 
     dtype: str = "auto"
@@ -64,7 +63,7 @@ class OfflineSampling:
         max_tokens: Maximum number of tokens of a response.
         temperature: 0 for greedy decoding.
         top_p: Probability mass that tokens are sampled from.
-        seed: Seed of the first prompt. Each prompt has a seed of its own.
+        seed: Seed of the first prompt. Each prompt has its own seed.
     """
 
     n: int = 1

@@ -53,7 +53,6 @@ class RolloutWorker:
         await worker.shutdown()
 
     Args:
-        config: Configuration of the run.
         rank: Rank in the rollout pool.
         device: ``"cpu"`` or ``"cuda"``.
         stop_token_ids: Ids that end a response, in addition to the model's own; see :func:`sampling_from`.
@@ -117,7 +116,6 @@ class RolloutWorker:
         call, and a generator that is only deleted keeps running.
 
         Args:
-            prompts: The prompts.
             step: Training step, for the seeds.
             sampling: Name of the sampling parameters.
             timeout_s: Deadline of the call; None for ``rollout.timeout_s``, which suits a share of a training batch.
@@ -254,7 +252,7 @@ class RolloutWorker:
                 they stay paused for the next update, and end with :class:`WeightSyncError` if that fails too.
 
         Raises:
-            WeightSyncError: The announced weights are not those of the rollout model, or the engine sleeps.
+            WeightSyncError: The announced weights do not match the rollout model, or the engine sleeps.
             ResourceError: The update does not fit into the memory.
             DeadlineError: The running requests did not finish in time.
         """

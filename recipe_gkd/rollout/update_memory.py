@@ -39,7 +39,7 @@ class UpdateMemory:
 
     @property
     def double_buffered(self) -> int:
-        """Free memory from which on an update is kept aside until it is complete: twice its size, as a margin."""
+        """Free memory that permits keeping an update aside until it is complete: twice its size, as a margin."""
         return 2 * self.model_bytes
 
     def fits_double_buffered(self, free: int, n_sharing_host: int) -> bool:
@@ -84,12 +84,10 @@ def memory_shortage(
     """Return an error if an update cannot fit, whichever way it is received; None if it may fit.
 
     Args:
-        needed: Memory for the update.
         free: Free memory of the device.
         bucket_bytes: Maximum size of a bucket.
         n_sharing_host: Processes that receive the same update into this memory.
         cache_key: Full name of the key that determines the size of the KV cache.
-        cache_value: Its value.
     """
     if needed.in_place * n_sharing_host <= free:
         return None

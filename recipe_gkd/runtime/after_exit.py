@@ -63,7 +63,6 @@ def kill_after_this_process(processes: Iterable[ProcessId], argument: str = "") 
     """Kill the processes that still run :data:`KILL_GRACE_S` after the end of this process.
 
     Args:
-        processes: Processes.
         argument: Part of the command line of further processes, which may start later.
     """
     pattern = re.sub(r"([][.*^$\\])", r"\\\1", argument[1:])

@@ -29,7 +29,7 @@ def tree(pids: Sequence[int]) -> list[ProcessId]:
 
 
 def kill_trees(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
-    """Kill ``processes`` and all descendants of those that still run.
+    """Kill ``processes`` and all descendants of the processes that still run.
 
     Returns:
         Pids of the processes that still run after ``timeout_s``.

@@ -123,7 +123,7 @@ class WaitLog:
 
 
 def _line(waits: list[_Wait]) -> str:
-    """Return the line about all waits of a phase. Age and deadline are those of the oldest."""
+    """Return the line about all waits of a phase. Age and deadline belong to the oldest."""
     oldest = waits[0]
     missing: dict[str, int] = {}
     for wait in waits:

@@ -55,7 +55,6 @@ class OutageMonitor:
         Canceling the awaiting task cancels the request.
 
         Args:
-            teacher: Name of the teacher.
             request: Awaitable of its result.
 
         Raises:

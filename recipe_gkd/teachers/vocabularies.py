@@ -27,7 +27,6 @@ def check_vocabulary(label: str, info: TeacherInfo, student: Student, accepted: 
     Args:
         label: Teacher, for messages.
         info: Description of the teacher.
-        student: Student of the run.
         accepted: ``teacher.vocabulary``.
 
     Returns:

@@ -35,7 +35,7 @@ CUDA_DEADLINE_S = 60.0
 _DRIVER_RELEASE = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
 
-# Run in a process of its own: a process that has initialized CUDA must not fork, and initialization can hang.
+# Run in a separate process: a process that has initialized CUDA must not fork, and initialization can hang.
 _CUDA_PROGRAM = """
 import ctypes, json
 try:
@@ -63,7 +63,7 @@ def find_problems(device: str, folders: Mapping[str, str], environment: Mapping[
     Args:
         device: ``"cuda"`` or ``"cpu"``. On a CPU only the disk space is checked.
         folders: Purpose -> folder that must be writable and have free space. Folders may not exist yet.
-        environment: Environment variables that the workers get in addition to those of this process.
+        environment: Environment variables that the workers get in addition to this process's.
 
     Returns:
         Messages that state what was found, what is expected and what to do.
@@ -112,7 +112,7 @@ def cuda_problems(variables: Mapping[str, str]) -> list[str]:
 def compiler_problems(variables: Mapping[str, str]) -> list[str]:
     """Check the C compiler and Python's headers, with which Triton compiles the launchers of its kernels.
 
-    The choice of the compiler is that of ``triton/runtime/build.py``.
+    The compiler is chosen as in ``triton/runtime/build.py``.
     """
     problems = []
     path = variables.get("PATH")

@@ -39,7 +39,6 @@ def count_tokens(tokenizer: Any, vocab_size: int) -> int:
     """Return the number of ids of the output layer that are tokens. The rest is padding.
 
     Args:
-        tokenizer: Tokenizer of the model.
         vocab_size: Rows of the output layer.
     """
     n_ids = count_ids(tokenizer)

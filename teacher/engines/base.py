@@ -74,7 +74,7 @@ class ScoringEngine(Protocol):
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that a worker should hold: those of two steps. More tokens would only wait in the engine."""
+        """Tokens that a worker should hold: two steps. More tokens would only wait in the engine."""
         ...
 
     @property

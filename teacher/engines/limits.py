@@ -15,7 +15,6 @@ def check_sequence(sequence: TeacherSequence, n_ids: int, info: ModelInfo, memor
         sequence: Sequence to validate.
         n_ids: Number of ids with a probability, 0 for all of the model.
         info: Model and limits.
-        memory: Memory for results.
 
     Raises:
         TeacherRequestError: The sequence is too long, has an id outside the vocabulary, or its result is too large; or

@@ -65,7 +65,6 @@ class StepMemory:
     """Memory that a model runner needs for the logits of a step and for everything computed from them.
 
     Attributes:
-        runner: Model runner.
         tp_size: Number of tensor-parallel ranks.
         float32_logits: True if the output layer returns float32.
     """

@@ -322,7 +322,7 @@ def _sampling_params(k: int) -> Any:
 
 
 def _dtypes(model_config: Any, stored: str) -> str:
-    """Return the data type in which a model is served, and those of its logits and of its files if they differ."""
+    """Return the data type in which a model is served, and the types of its logits and its files if they differ."""
     dtype, head_dtype = (str(each).removeprefix("torch.") for each in (model_config.dtype, model_config.head_dtype))
     others = {"logits": head_dtype, "checkpoint": stored or dtype}
     differing = [f"{name} {other}" for name, other in others.items() if other != dtype]

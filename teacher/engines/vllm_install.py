@@ -16,7 +16,7 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_PLUGINS": "",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # for the ranks of TP_SIZE > 1, which are processes of their own
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # for the ranks of TP_SIZE > 1, which are separate processes
 }
 
 

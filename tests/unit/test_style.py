@@ -18,7 +18,7 @@ from tests._support.repository import REPO
 MAX_LINES, MAX_PARAMETERS, MAX_ROOT_MODULES = 60, 7, 11
 FRAGMENT = re.compile(r"^(Of|What|Which|Whether|Those|That|How|As|Who|Where|Whom|Nobody|It is|They|Such|These|Else)\b")
 VOCABULARY = re.compile(
-    r"who may know|the house\b|\bunsay\b|\b[Gg]atekeeper|\b[Jj]udg(e|es|ed|ing|ment|ements?)\b|\blanes?\b|answers_now"
+    r"who may know|the house\b|\bunsay\b|\b[Gg]atekeeper|\blanes?\b|answers_now"
     r"|\bpicked\b|end_remains|EchoError|similar_lengths|\bunder way\b|\bhanded out\b|\bset aside\b|\bgiven answers?\b"
     r"|answers_\w+|answer_frame_bytes|\b(sampled|generated|truncated|reference|student's|rollout's) answers?\b"
     r"|\banswer_?(ids|len|length|tokens|logps|logprobs)\b|\bn_answers\b|\bmax_answer\w*"
@@ -35,7 +35,6 @@ EXCEPTIONS = {
     "answers_and_process_states": ("tests/integration/ray_cluster/test_diagnostics.py",),
     "renormalise": ("recipe_gkd/config/", "tests/unit/config/", "docs/", "CHANGELOG.md"),
     "under way": ("CHANGELOG.md",),
-    "judge": ("CHANGELOG.md",),
     "lanes": ("recipe_gkd/losses/triton", "tests/unit/losses/test_triton"),
     "lane": ("recipe_gkd/losses/triton", "tests/unit/losses/test_triton"),
 }

@@ -93,7 +93,7 @@ def write_hf_folder(
         weights: Tensors of each weight. The tensors of one weight are in one file.
         export: Called with a range of weights on all ranks; returns their tensors on rank 0, and nothing elsewhere.
         run: Runs each function that writes.
-        max_file_bytes: Maximum size of a file. A larger weight gets a file of its own.
+        max_file_bytes: Maximum size of a file. A larger weight gets its own file.
         extra_files: Content of other files on rank 0, by relative path.
     """
     partial_path = path.with_name(path.name + ".partial")

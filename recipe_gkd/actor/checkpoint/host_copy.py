@@ -37,7 +37,7 @@ class HostCopy(Protocol):
         """
 
     def read(self, storages: Storages) -> None:
-        """Fill storages of the same sizes as those of the last :meth:`write`.
+        """Fill storages of the same sizes as in the last :meth:`write`.
 
         On a GPU the call returns before the copy is complete, and later kernels of the current stream run after it.
         """

@@ -38,7 +38,6 @@ class FsdpBackend:
     """The student in training on PyTorch FSDP2; see :class:`~recipe_gkd.actor.backend.Backend`.
 
     Args:
-        config: Configuration of the run.
         spec: This process.
 
     Attributes:

@@ -30,7 +30,6 @@ def local_weights(chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout) -
 
     Args:
         chunks: Model chunks of this rank.
-        dims: Dimensions of the whole model.
         layout: Coordinates of this rank.
     """
     in_layers: dict[tuple[int, str], Tensor] = {}
@@ -66,7 +65,6 @@ def load_hf(path: str | Path, chunks: Sequence[GPTModel], dims: ModelDims, layou
     Args:
         path: Folder with safetensors files.
         chunks: Model chunks of this rank.
-        dims: Dimensions of the whole model.
         layout: Coordinates of this rank.
 
     Raises:

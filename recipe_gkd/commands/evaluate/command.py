@@ -87,7 +87,6 @@ def run(args: argparse.Namespace, folders: Sequence[Path], config: Config) -> li
 
     Args:
         args: Arguments of the command.
-        folders: Model folders.
         config: Names of columns, lengths and the reward function.
     """
     evaluations = []
@@ -106,7 +105,7 @@ def run(args: argparse.Namespace, folders: Sequence[Path], config: Config) -> li
 
 
 def _record_writer(file: TextIO | None) -> Callable[[Sequence[Record]], None]:
-    """Return a function that writes the records of a model, in place of those that it wrote before."""
+    """Return a function that writes the records of a model, in place of the records that it wrote before."""
     start = 0 if file is None else file.tell()
 
     def save(records: Sequence[Record]) -> None:
@@ -353,7 +352,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=1.0, help="probability mass that tokens are sampled from (default: 1)")
     add("--json", type=Path, metavar="OUT", help="file for the results")
     add("--responses", type=Path, metavar="OUT", help="file for all responses, one JSON object per line")
-    add("--dtype", choices=DTYPES, default="auto", help="data type of the weights (default: that of the folder)")
+    add("--dtype", choices=DTYPES, default="auto", help="data type of the weights (default: the folder's)")
     add("--tensor-parallel", type=_count, default=1, metavar="N", help="number of GPUs (default: 1)")
     add("--gpu-memory-utilization", type=float, default=0.8, metavar="X", help="share of a GPU's memory (default: 0.8)")
     add("--cpu-cache-gb", type=float, default=1.0, metavar="GIB", help="KV cache on a CPU, in GiB (default: 1)")

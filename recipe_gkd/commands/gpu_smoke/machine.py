@@ -25,7 +25,7 @@ _PRODUCT_SIZE = 512
 
 
 def versions() -> dict[str, str | None]:
-    """Return the version of each package, None for those that are not installed, and that of NVIDIA's driver.
+    """Return the version of each package (None if it is not installed) and of NVIDIA's driver.
 
     The version of a vLLM for CPUs ends with ``cpu``. torch is not imported.
     """

@@ -59,11 +59,9 @@ def overrides(context: Context, student: Path, data: Path, run: Path, port: int)
     """Return the keys of the run.
 
     Args:
-        context: Context of the check.
         student: Folder of the student.
         data: File of the prompts.
         run: Run folder.
-        port: Port of the teacher service.
     """
     rollout, actor, dtype = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", dtype_of(context)
     return [

@@ -14,10 +14,10 @@ transformers (FSDP) 5     4     2     4
 
 Models with experts have 5 F in both kinds of Megatron's layers, because they use its own activation.
 
-The first row is that of ``benchmarks/actor_memory.py``. The last two were measured on a CPU in float32, the second and
+The first row is used by ``benchmarks/actor_memory.py``. The last two were measured on a CPU in float32, the second and
 the last on an H200 in bfloat16. The backward pass of a layer holds another 6 H per token. With recomputation the inputs
 of all layers and the activations of one remain. The logits of the Megatron backend exist once, because their gradient
-is written over them; those of FSDP exist twice.
+is written over them; with FSDP they exist twice.
 """
 
 from __future__ import annotations
@@ -61,12 +61,10 @@ class MicroBatchMemory:
 def micro_batch_memory(config: Config, device: str, dims: StudentDims, top_k: int) -> MicroBatchMemory:
     """Return the memory of the largest micro-batch, all of whose positions may be response tokens.
 
-    With pipeline parallelism the sum is that of the fuller one of the first and the last stage.
+    With pipeline parallelism the sum is for the fuller one of the first and the last stage.
 
     Args:
-        config: Configuration of the run.
         device: ``"cuda"`` or ``"cpu"``.
-        dims: Dimensions of the student.
         top_k: Number of ids of the teacher at each position.
     """
     actor = config.actor_rollout_ref.actor

@@ -138,10 +138,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--device-memory-gb",
         type=_positive,
-        help="memory of one GPU or CPU slot in GiB (default: that of this machine)",
+        help="memory of one GPU or CPU slot in GiB (default: this machine's)",
     )
     parser.add_argument("--timing", action="store_true", help="also predict the time of each stage of a step")
-    parser.add_argument("--device-name", help="with --timing: name of the GPU (default: that of this machine)")
+    parser.add_argument("--device-name", help="with --timing: name of the GPU (default: this machine's)")
     parser.add_argument("--teacher-model", metavar="DIR", help="with --timing: folder with the teacher's config.json")
     parser.add_argument(
         "--teacher-gpus", type=_count_of_gpus, metavar="N", help="with --timing: GPUs of all teacher workers together"

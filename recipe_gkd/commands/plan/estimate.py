@@ -47,9 +47,7 @@ class RunEstimate:
     """Figures of a run.
 
     Attributes:
-        n_parameters: Parameters of the student.
         n_rank_parameters: Parameters of the actor rank with the most.
-        pools: Memory of the devices.
         device_memory: Memory of a device in bytes; None if it is unknown.
         problems: What does not fit.
         excess: Bytes by which the memory is exceeded, summed over the pools.
@@ -155,7 +153,7 @@ def _pools(
 
 
 def _update_parts(config: Config, device: str, actor: ActorMemory, batch: MicroBatchMemory) -> dict[str, float]:
-    """Return the parts of the larger one of both peaks of an update: the backward pass, or the optimizer step."""
+    """Return the memory at the update's peak: backward pass or optimizer step, whichever is larger."""
     largest: States = max(actor.stages, key=lambda stage: sum(stage.values()))
     states = {part: largest[state] for state, part in ACTOR_PARTS.items()}
     process = {"process": PROCESS_BYTES[device]}

@@ -40,8 +40,7 @@ class TeacherSetup:
     """Teacher of a prediction. The configuration of a run has only the address of its service.
 
     Attributes:
-        dims: Dimensions of the model.
-        n_gpus: Number of GPUs of all teacher workers together, of the same kind as those of the run.
+        n_gpus: Number of GPUs of all teacher workers together, of the same kind as the run's.
     """
 
     dims: StudentDims
@@ -78,8 +77,6 @@ class TimingEstimate:
     Attributes:
         device: Rates of the actor's GPUs.
         workload: Responses of a step.
-        n_engines: Number of rollout engines.
-        n_teacher_gpus: Number of GPUs of the teacher.
         n_actor_gpus: Number of actor ranks.
         generation: Times of the engine with the most responses.
         teacher: Parts of the teacher's time: ``forward``, ``top-k``, and ``wire``, which overlaps with both.
@@ -114,7 +111,6 @@ def estimate_timing(
     Args:
         config: Configuration of the run, whose model path is a folder.
         estimate: Figures of the same run.
-        teacher: Teacher of the run.
         device_name: Name of the GPU as torch reports it; None for the GPU of this machine.
 
     Raises:
@@ -165,7 +161,6 @@ def read_teacher(config: Config, folder: str | None, n_gpus: int | None) -> Teac
     """Return the teacher of a prediction.
 
     Args:
-        config: Configuration of the run.
         folder: Folder or hub name of the teacher, of which ``config.json`` is read; None for
             ``actor_rollout_ref.teacher.model_path``.
         n_gpus: GPUs of all teacher workers; None for ``actor_rollout_ref.teacher.n_server_workers``, or else 1.

@@ -20,7 +20,7 @@ class WeightUpdateCalls:
     """Steps of a weight update, called by ``LLMEngine.collective_rpc``.
 
     They return errors instead of raising them. With several worker processes, vLLM stops at the first exception, and
-    takes the results of the other processes for those of the next call.
+    takes the results of the other processes for results of the next call.
     """
 
     # Members of vLLM's worker class.

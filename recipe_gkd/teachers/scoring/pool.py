@@ -368,12 +368,11 @@ def _with_uid(error: TeacherError, uids: Sequence[int], indices: Sequence[int]) 
 
     Args:
         error: Error of the part.
-        uids: Uids of the request.
         indices: Indices of the part's sequences in the request.
     """
     if error.sequence is None:
         return error
-    if error.sequence >= len(indices):  # the error may be that of another program
+    if error.sequence >= len(indices):  # the error may come from another program
         return error.replaced(sequence=None)
     index = indices[error.sequence]
     return error.replaced(sequence=index, uid=uids[index])

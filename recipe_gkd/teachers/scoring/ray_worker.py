@@ -44,7 +44,7 @@ class PartScores:
 class ScoringWorker:
     """Clients of all teachers in one process on a node of the actor pool.
 
-    Results belong to the driver, also if this process ends. Ray then starts another one, and sends it the requests
+    Results belong to the driver, even if this process ends. Ray then starts another one, and sends it the requests
     again.
 
     Args:

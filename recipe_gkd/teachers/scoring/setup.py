@@ -20,7 +20,6 @@ def start_scoring(config: Config, specs: Mapping[str, ClientSpec], nodes: Mappin
     """Start the scoring workers of a run, without waiting for them.
 
     Args:
-        config: Configuration of the run.
         specs: Client of each teacher, by name.
         nodes: Nodes of the actor pool: Ray's id -> address.
     """
@@ -50,7 +49,6 @@ def max_row_bytes(config: Config, scoring: ScoringPool | None) -> int | None:
     """Return the limit of the teachers' rows of batches that are not trained on yet.
 
     Args:
-        config: Configuration of the run.
         scoring: Scoring workers with homes. None if the rows are in the driver's memory.
 
     Returns:

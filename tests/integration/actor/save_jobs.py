@@ -194,7 +194,6 @@ def _faulty_writer(fault: str, is_faulty_rank: bool) -> Iterator[None]:
     Args:
         fault: ``"file too large"``: files are limited to 1 KiB; ``"killed"`` and ``"hung"``: the writer process kills
             or stops itself; ``"metadata"``: the disk is full when rank 0 writes the metadata.
-        is_faulty_rank: This rank is the faulty one.
     """
     originals = checkpoint_save.write_shard, checkpoint_save._write_metadata, hf_save._write_file
 

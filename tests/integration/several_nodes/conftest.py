@@ -31,7 +31,6 @@ class TrainingOnNodes:
     Attributes:
         node: Node of the driver.
         process: Process that waits for the driver.
-        folder: Run folder.
         log: File with the driver's output.
     """
 
@@ -66,12 +65,7 @@ class TrainingOnNodes:
 
 @dataclass(frozen=True)
 class Laboratory:
-    """Network with a shared folder of student, prompts and keys, and a node with a teacher.
-
-    Attributes:
-        network: Network of all nodes.
-        teacher: Node with the teacher.
-    """
+    """Network with a shared folder of student, prompts and keys, and a node with a teacher."""
 
     network: Network
     teacher: Node

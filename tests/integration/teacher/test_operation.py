@@ -221,7 +221,7 @@ def test_end_with_parent_ends_process_with_its_parent(tmp_path: Path) -> None:
         assert pid in processes_of(ready)
     finally:
         parent.kill()
-        parent.wait(timeout=10)
+        parent.wait(timeout=60)
     wait_until(lambda: processes_of(ready) == [])
     orphan = subprocess.run([*child, "1"], capture_output=True, text=True, timeout=30, check=False)
     assert orphan.returncode == 1 and "--end-with-parent 1: the parent process is" in orphan.stderr

@@ -146,7 +146,7 @@ class TestKilledProcess:
         run.process.kill()
         run.process.wait()
         assert run.leftovers(timeout_s=15) == []
-        wait_until(lambda: not any(is_alive(process) for process in descendants), timeout_s=15)
+        wait_until(lambda: not any(is_alive(process) for process in descendants))
 
     @pytest.mark.slow  # tests/integration/faults stops an actor rank without a run.
     def test_killed_actor_without_restart_ends_run(self, start_run: StartRun) -> None:
