@@ -26,7 +26,14 @@ RECOMPUTE = "{recompute_granularity: full, recompute_method: uniform, recompute_
 
 
 def write_config(folder: Path, name: str) -> None:
-    sizes = "hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads vocab_size".split()
+    sizes = [
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+    ]
     *values, tied = MODELS[name]
     config = dict(zip(sizes, values, strict=True)) | {"tie_word_embeddings": tied, "max_position_embeddings": 32768}
     folder.mkdir(exist_ok=True)
