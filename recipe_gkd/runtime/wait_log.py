@@ -96,7 +96,7 @@ class WaitLog:
         while True:
             with self._changed:
                 self._changed.wait(self._take_pause_s(time.monotonic()))
-                due = self._take_due(time.monotonic())
+                due = self.take_due(time.monotonic())
             for waits in due:  # without the lock: a console can block
                 log.info("%s", _line(waits))
 
@@ -105,7 +105,8 @@ class WaitLog:
         due = [self._due_at(waits) for waits in self._by_phase().values()]
         return max(0.0, min(due) - now) if due else None
 
-    def _take_due(self, now: float) -> list[list[_Wait]]:
+    def take_due(self, now: float) -> list[list[_Wait]]:
+        """Return the waits of each phase whose line is due at ``now``, and take the line as logged."""
         due = [waits for waits in self._by_phase().values() if self._due_at(waits) <= now]
         self._logged_at |= {waits[0].phase: now for waits in due}
         return due

@@ -312,7 +312,7 @@ def test_limit_of_rows_follows_the_actor_ranks_to_other_nodes(tmp_path: Path, mo
     stores = {"a": 1000.0, "b": 600.0}
     monkeypatch.setattr(setup, "store_bytes", lambda nodes: {node: stores[node] for node in nodes})
     scoring = ScoringPool({"default": ClientSpec("10.0.0.9", 1, {})}, "driver", lambda *_: None, per_node=1)
-    scoring._start_on({"a": "10.0.0.1", "b": "10.0.0.2"})
+    scoring.start_on({"a": "10.0.0.1", "b": "10.0.0.2"})
     trainer = build_trainer(configured(tmp_path), FakeCluster(1))
     trainer.cluster.scoring = scoring
     limits = []

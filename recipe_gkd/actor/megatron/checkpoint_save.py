@@ -60,7 +60,7 @@ class MegatronSave:
 
     def metadata_function(self, results: Sequence[Sequence[WriteResult]]) -> Callable[[], None]:
         """Return the function of rank 0 that completes the checkpoint."""
-        return partial(_write_metadata, self._writer, self._metadata, list(results), self._path)
+        return partial(write_metadata, self._writer, self._metadata, list(results), self._path)
 
 
 class _Planner(TorchDistSaveShardedStrategy):
@@ -104,7 +104,7 @@ def _write_common(content: bytes, path: Path) -> list[WriteResult]:
     return []
 
 
-def _write_metadata(
+def write_metadata(
     writer: FileSystemWriterAsync, metadata: Metadata, results: list[Sequence[WriteResult]], path: Path
 ) -> None:
     """Complete a checkpoint. ``metadata.json`` is written last, after all other files are on the disk."""

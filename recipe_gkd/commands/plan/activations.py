@@ -14,10 +14,9 @@ transformers (FSDP) 5     4     2     4
 
 Models with experts have 5 F in both kinds of Megatron's layers, because they use its own activation.
 
-The first row is used by ``benchmarks/actor_memory.py``. The last two were measured on a CPU in float32, the second and
-the last on an H200 in bfloat16. The backward pass of a layer holds another 6 H per token. With recomputation the inputs
-of all layers and the activations of one remain. The logits of the Megatron backend exist once, because their gradient
-is written over them; with FSDP they exist twice.
+The last two rows were measured on a CPU in float32, the second and the last on an H200 in bfloat16. The backward pass
+of a layer holds another 6 H per token. With recomputation the inputs of all layers and the activations of one remain.
+The logits of the Megatron backend exist once, because their gradient is written over them; with FSDP they exist twice.
 """
 
 from __future__ import annotations
