@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipe_gkd.commands.report.markup import text
 from recipe_gkd.commands.report.run_files import Run
 from recipe_gkd.commands.report.series import Series, number
+from recipe_gkd.commands.report.templates import render
 from recipe_gkd.metrics.advice.advice import describe, find_bottleneck
 from recipe_gkd.metrics.advice.measured_stages import NEEDED, usual
 
@@ -86,17 +86,16 @@ CHECKS = (
 
 def advice_section(run: Run) -> str:
     """Return the advice as HTML."""
-    items = [_item("bottleneck", *found) for found in bottlenecks(run)]
+    items = [("bottleneck", *found) for found in bottlenecks(run)]
     for check in CHECKS:
         is_trivial = check.metric == ZERO_STD and run.setting("actor_rollout_ref.rollout.n") == 1
         if (series := run.series.get(check.metric)) is not None and not is_trivial:
             value = float(series.values[-N_STEPS:].mean())
             if check.is_bad(value):
-                items.append(_item("check", check.finding.format(value=value), check.remedy))
-    items += [_item("check", *found) for found in [*truncated_validations(run), *trends(run)]]
-    if not items:
-        items = [_item("fine", "No lasting bottleneck, and no metric outside its usual range.", "")]
-    return f'<ul class="advice">{"".join(items)}</ul>'
+                items.append(("check", check.finding.format(value=value), check.remedy))
+    items += [("check", *found) for found in [*truncated_validations(run), *trends(run)]]
+    items = items or [("fine", "No lasting bottleneck, and no metric outside its usual range.", "")]
+    return render("advice.html", items=items)
 
 
 def bottlenecks(run: Run) -> list[tuple[str, str]]:
@@ -165,8 +164,3 @@ def _lowest_mean(series: Series, window: int) -> float:
 
 def _sentence(line: str) -> str:
     return line[:1].upper() + line[1:]
-
-
-def _item(kind: str, finding: str, remedy: str) -> str:
-    badge = {"bottleneck": "speed", "check": "check", "fine": "fine"}[kind]
-    return f'<li class="{kind}"><span>{badge}</span><div><p>{text(finding)}</p><p>{text(remedy)}</p></div></li>'

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from recipe_gkd.commands.report.line_charts import Chart, line_chart
 from recipe_gkd.commands.report.series import Series
 
 MAX_OTHER_CHARTS = 160
@@ -13,91 +13,75 @@ MAX_LINES = 8
 _NO_REWARD = re.compile(r"val/.*/(response_len|truncated_fraction|kl|reverse_kl)")
 
 
+@dataclass(frozen=True)
+class Chart:
+    """Curves that share an axis.
+
+    Attributes:
+        title: Title of the chart.
+        explanation: One sentence about its content.
+        lines: Label of each curve by the name of its metric. Metrics that the run lacks are left out.
+        can_be_log: Choose a logarithmic axis for positive values that differ by orders of magnitude.
+        from_zero: Include 0 in the axis.
+    """
+
+    title: str
+    explanation: str
+    lines: Mapping[str, str]
+    can_be_log: bool = False
+    from_zero: bool = True
+
+
 def main_charts(series: Mapping[str, Series], loss_name: str | None = None) -> list[Chart]:
-    """Return the charts of the first section, in order. Charts without a metric of the run draw nothing."""
+    """Return the charts of the first section, in order."""
+    lengths = {"average": "mean", "max": "longest", "min": "shortest"}
+    loss = {"actor/kl_loss": loss_name or "distillation loss"} | _other_losses(series) | _teacher_losses(series)
+    kl = {"actor/rollout_kl": "KL(rollout ‖ trainer)"}
     return [
-        Chart(
-            "Distillation loss",
-            "Mean over the response tokens that a teacher scored.",
-            {"actor/kl_loss": loss_name or "distillation loss"} | _other_losses(series) | _teacher_losses(series),
-            can_be_log=True,
-            from_zero=True,
-        ),
-        Chart("Validation", "Mean reward on held-out prompts.", validation_rewards(series)),
-        Chart(
-            "Validation loss",
-            "KL to the teacher on held-out prompts, in nats.",
-            _validation_loss(series),
-            from_zero=True,
-        ),
+        Chart("Distillation loss", "Mean over the response tokens that a teacher scored.", loss, can_be_log=True),
+        Chart("Validation", "Mean reward on held-out prompts.", validation_rewards(series), from_zero=False),
+        Chart("Validation loss", "KL to the teacher on held-out prompts, in nats.", _validation_loss(series)),
         Chart(
             "Reward",
             "Reward of sampled training responses.",
             {"reward/mean": "mean", "reward/std": "standard deviation"},
-            from_zero=True,
         ),
         Chart(
             "Response length",
             "Tokens per sampled response.",
-            {"response_seq_len/average": "mean", "response_seq_len/max": "longest", "response_seq_len/min": "shortest"},
-            from_zero=True,
+            {f"response_seq_len/{name}": label for name, label in lengths.items()},
         ),
-        Chart(
-            "Gradient norm",
-            "Norm before clipping.",
-            {"actor/grad_norm": "gradient norm"},
-            can_be_log=True,
-            from_zero=True,
-        ),
+        Chart("Gradient norm", "Norm before clipping.", {"actor/grad_norm": "gradient norm"}, can_be_log=True),
         Chart(
             "Entropy",
             "Entropy over top-k and tail, in nats.",
-            {"actor/student_topk_entropy": "student", "actor/teacher_topk_entropy": "teacher"},
-            from_zero=True,
+            {f"actor/{name}_topk_entropy": name for name in ("student", "teacher")},
         ),
-        *_run_charts(),
-    ]
-
-
-def _run_charts() -> list[Chart]:
-    """Return the charts of optimizer, speed and policy lag."""
-    return [
-        Chart(
-            "Learning rate", "Of the optimizer, after warm-up and decay.", {"actor/lr": "learning rate"}, from_zero=True
-        ),
+        Chart("Learning rate", "Of the optimizer, after warm-up and decay.", {"actor/lr": "learning rate"}),
         Chart(
             "Throughput",
             "Prompt and response tokens per second of wall clock.",
             {"perf/tokens_per_second": "tokens per second"},
-            from_zero=True,
         ),
         Chart(
             "Policy lag",
             "Optimizer steps between sampling and training.",
             {"training/staleness_mean": "mean", "training/staleness_max": "largest"},
-            from_zero=True,
         ),
         Chart(
             "Rollout and trainer",
             "Estimated KL between rollout engine and trainer at the sampled tokens, in nats.",
-            {"actor/rollout_kl": "KL(rollout ‖ trainer)"},
+            kl,
             can_be_log=True,
-            from_zero=True,
         ),
     ]
 
 
-def curves_section(series: Mapping[str, Series], loss_name: str | None = None) -> tuple[str, str]:
-    """Return the main charts, and the charts of all other metrics, as HTML."""
-    charts = main_charts(series, loss_name)
-    shown = {name for chart in charts for name in chart.lines}
-    main = "".join(line_chart(chart, series) for chart in charts)
-    others = [name for name in sorted(series) if name not in shown and not name.startswith("timing/wait")]
-    small = "".join(
-        line_chart(Chart(name, "", {name: "value"}, can_be_log=True), series, is_small=True)
-        for name in others[:MAX_OTHER_CHARTS]
-    )
-    return main, small
+def other_charts(series: Mapping[str, Series], shown: Iterable[Chart]) -> list[Chart]:
+    """Return a chart of each metric that no other chart shows, at most :data:`MAX_OTHER_CHARTS`."""
+    names = {name for chart in shown for name in chart.lines}
+    others = [name for name in sorted(series) if name not in names and not name.startswith("timing/wait")]
+    return [Chart(name, "", {name: "value"}, can_be_log=True, from_zero=False) for name in others[:MAX_OTHER_CHARTS]]
 
 
 def _other_losses(series: Mapping[str, Series]) -> dict[str, str]:

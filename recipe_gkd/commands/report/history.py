@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from recipe_gkd.commands.report.markup import table, text
 from recipe_gkd.commands.report.series import duration
+from recipe_gkd.commands.report.templates import render
 from recipe_gkd.metrics.run_events import END, START
 
 MAX_ROWS = 200
@@ -27,12 +27,7 @@ def history_section(events: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return ""
     starts = sum(event["event"] == START for event in events)
-    omitted = f" The first {len(rows) - MAX_ROWS} rows are left out." if len(rows) > MAX_ROWS else ""
-    cells = [[text(cell) for cell in row] for row in rows[-MAX_ROWS:]]
-    return (
-        f'<p class="lead">Starts of the run: {starts}.{omitted}</p>'
-        f'<div class="card">{table(["time", "event", "detail"], cells)}</div>'
-    )
+    return render("history.html", starts=starts, omitted=max(0, len(rows) - MAX_ROWS), rows=rows[-MAX_ROWS:])
 
 
 def history_rows(events: Sequence[dict[str, Any]]) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""HTML page of a report. It loads nothing, and its policy lets the browser run no script but its own."""
+"""HTML page of a report. It loads nothing, and its policy lets the browser run only the two scripts in it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import base64
 import hashlib
 from importlib.resources import files
 
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
 from recipe_gkd.commands.report.advice import advice_section
-from recipe_gkd.commands.report.curves import curves_section, validation_rewards
+from recipe_gkd.commands.report.curves import main_charts, other_charts, validation_rewards
 from recipe_gkd.commands.report.history import history_section
-from recipe_gkd.commands.report.markup import text
+from recipe_gkd.commands.report.plots import MAX_POINTS, line_charts, stage_figure, timeline_figure
 from recipe_gkd.commands.report.run_files import Run
 from recipe_gkd.commands.report.samples import samples_section
 from recipe_gkd.commands.report.series import Series, duration, number
 from recipe_gkd.commands.report.settings import checkpoints_section, settings_section
-from recipe_gkd.commands.report.stage_charts import stage_chart, stage_summary, stage_times, stage_work
-from recipe_gkd.commands.report.trace_chart import find_trace, trace_chart
+from recipe_gkd.commands.report.stages import busy_shares, mean_bars, stage_times, stage_work
+from recipe_gkd.commands.report.templates import render
+from recipe_gkd.commands.report.trace_spans import find_trace, read_timeline
 from recipe_gkd.config.objective import loss_name
 
 N_LAST = 20
@@ -24,27 +28,23 @@ N_LAST = 20
 
 def render_page(run: Run) -> str:
     """Return the page of a run."""
-    script, style = _asset("page.js"), _asset("page.css")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
-    name = run.setting("trainer.experiment_name") or run.folder.resolve().name
-    parts = [(title, anchor, content) for title, anchor, content in _sections(run) if content]
-    links = "".join(f'<a href="#{anchor}">{text(title)}</a>' for title, anchor, _ in parts)
-    body = "".join(
-        f'<section id="{anchor}"><h2>{text(title)}</h2>{content}</section>' for title, anchor, content in parts
+    scripts = [get_plotlyjs(), _asset("page.js")]
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    page = render(
+        "page.html",
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}",
+        scripts=[Markup(script) for script in scripts],
+        style=Markup(_asset("page.css")),
+        name=run.setting("trainer.experiment_name") or run.folder.resolve().name,
+        project=run.setting("trainer.project_name") or "recipe_gkd",
+        facts=_facts(run),
+        notes=run.notes,
+        tiles=_tiles(run),
+        sections=[section for section in _sections(run) if section[2]],
+        folder=run.folder,
     )
-    notes = "".join(f'<p class="note">{text(note)}</p>' for note in run.notes)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{text(name)} · recipe_gkd</title><style>{style}</style></head><body>"
-        f"<header><div><p>Training report · {_project(run)}</p><h1>{text(name)}</h1>{_subtitle(run)}</div></header>"
-        f"<nav>{links}</nav><main>{notes}{_tiles(run)}{body}</main>"
-        f"<footer>Made by <code>python -m recipe_gkd report</code> from <code>{text(run.folder)}</code></footer>"
-        f"<script>{script}</script></body></html>\n"
-    )
+    return str(page)
 
 
 def _asset(name: str) -> str:
@@ -53,15 +53,9 @@ def _asset(name: str) -> str:
 
 def _sections(run: Run) -> list[tuple[str, str, str]]:
     """Return title, anchor and HTML of each section."""
-    main, others = curves_section(run.series, _loss_name(run))
-    more = (
-        f'<details class="more"><summary>All other metrics</summary><div class="grid three">{others}</div></details>'
-        if others
-        else ""
-    )
     return [
         ("Advice", "advice", advice_section(run)),
-        ("Curves", "curves", f'<div class="grid">{main}</div>{more}'),
+        ("Curves", "curves", _curves_section(run)),
         ("Time", "time", _time_section(run)),
         ("Responses", "responses", samples_section(run)),
         ("Checkpoints", "checkpoints", checkpoints_section(run)),
@@ -70,18 +64,27 @@ def _sections(run: Run) -> list[tuple[str, str, str]]:
     ]
 
 
+def _curves_section(run: Run) -> str:
+    main = main_charts(run.series, _loss_name(run))
+    others = line_charts(other_charts(run.series, main), run.series, MAX_POINTS // 2)
+    return render("curves.html", main=line_charts(main, run.series), others=others)
+
+
 def _time_section(run: Run) -> str:
-    times = stage_times(run.series)
-    if times is None:
+    if (times := stage_times(run.series)) is None:
         return ""
     trace = find_trace(run.folder, run.setting("trainer.trace_file"))
-    gantt = trace_chart(trace) if trace is not None else ""
-    summary, work = stage_summary(times), stage_work(run.series)
-    return f'<div class="grid">{summary}{work}{stage_chart(times)}</div>{gantt}'
-
-
-def _project(run: Run) -> str:
-    return text(run.setting("trainer.project_name") or "recipe_gkd")
+    timeline = None if trace is None else read_timeline(trace)
+    return render(
+        "time.html",
+        times=times,
+        work=stage_work(run.series),
+        busy=busy_shares(run.series),
+        stages=stage_figure(times),
+        per_bar=mean_bars(times)[2],
+        timeline=timeline,
+        spans=None if timeline is None else timeline_figure(timeline),
+    )
 
 
 def _loss_name(run: Run) -> str | None:
@@ -89,20 +92,20 @@ def _loss_name(run: Run) -> str | None:
     return loss_name(gkd) if isinstance(gkd, dict) else None
 
 
-def _subtitle(run: Run) -> str:
+def _facts(run: Run) -> list[tuple[str, object]]:
+    """Return label and value of each fact below the title."""
+    model = str(run.setting("actor_rollout_ref.model.path") or "")
     facts = [
         ("strategy", run.setting("actor_rollout_ref.actor.strategy")),
         ("schedule", run.setting("trainer.scheduler")),
         ("loss", _loss_name(run)),
+        ("student", model.rstrip("/").rpartition("/")[2]),
     ]
-    shown = [f"{label} <b>{text(value)}</b>" for label, value in facts if value]
-    if model := run.setting("actor_rollout_ref.model.path"):
-        shown.append(f"student <b>{text(str(model).rstrip('/').rpartition('/')[2])}</b>")
-    return f'<p class="facts">{" · ".join(shown)}</p>' if shown else ""
+    return [fact for fact in facts if fact[1]]
 
 
-def _tiles(run: Run) -> str:
-    """Return the figures at the top of the page."""
+def _tiles(run: Run) -> list[tuple[str, str, str]]:
+    """Return title, value and explanation of each figure at the top of the page."""
     series, total = run.series, run.setting("trainer.total_training_steps")
     of_total = f"of {total:,}" if isinstance(total, int) and total > 0 else "completed"
     tiles = [("Steps", f"{run.last_step:,}", of_total)]
@@ -124,14 +127,7 @@ def _tiles(run: Run) -> str:
         rate = series.get("perf/tokens_per_second")
         below = f"{number(_last(rate))} per second" if rate is not None else "prompt and response"
         tiles.append(("Tokens", number(float(tokens.values.sum())), below))
-    return (
-        '<div class="tiles">'
-        + "".join(
-            f"<div><h3>{text(title)}</h3><p>{text(value)}</p><small>{text(below)}</small></div>"
-            for title, value, below in tiles
-        )
-        + "</div>"
-    )
+    return tiles
 
 
 def _last(series: Series) -> float:

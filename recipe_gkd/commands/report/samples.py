@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipe_gkd.commands.report.markup import text
 from recipe_gkd.commands.report.run_files import Run, read_responses
-from recipe_gkd.commands.report.series import number
+from recipe_gkd.commands.report.templates import render
 from recipe_gkd.data.values import is_list_of_objects
 
 N_PROMPTS = 6
@@ -24,16 +23,11 @@ def samples_section(run: Run) -> str:
     last = responses[steps[-1]]
     keys = [key for key in last if all(key in found for found in responses.values())] or list(last)
     cards = [
-        _card(key, [(step, responses[step][key]) for step in steps if key in responses[step]])
+        (key, [(step, responses[step][key]) for step in steps if key in responses[step]])
         for key in choose_prompts(keys, last, responses[steps[0]])
     ]
-    names = ", ".join(text(run.validations[step].name) for step in steps)
-    return (
-        f'<p class="lead">Responses to {len(cards)} of {len(last):,} validation prompts at {len(steps)} step(s): the '
-        "prompts with the lowest reward at the end, then those that improved most. All responses: "
-        f"<code>{names}</code> in <code>validation/</code>.</p>"
-        f'<div class="samples">{"".join(cards)}</div>'
-    )
+    names = [run.validations[step].name for step in steps]
+    return render("samples.html", cards=cards, files=names, n_prompts=len(last), prompt_parts=prompt_parts, cut=cut)
 
 
 def choose_prompts(keys: list[Any], last: dict[Any, dict[str, Any]], first: dict[Any, dict[str, Any]]) -> list[Any]:
@@ -55,39 +49,17 @@ def _reward(record: dict[str, Any]) -> float:
     return float(reward) if isinstance(reward, int | float) else 0.0
 
 
-def _card(key: tuple[str, Any], records: list[tuple[int, dict[str, Any]]]) -> str:
-    newest = records[-1][1]
-    truth = newest.get("ground_truth")
-    expected = f'<div class="truth"><h4>Ground truth</h4><pre>{_cut(truth)}</pre></div>' if truth is not None else ""
-    answers = "".join(_response(step, record) for step, record in records)
-    return (
-        f'<article class="card sample"><header><b>{text(key[0])}</b> row {text(key[1])}</header>'
-        f"{_prompt(newest.get('prompt'))}{expected}{answers}</article>"
-    )
-
-
-def _prompt(prompt: object) -> str:
+def prompt_parts(prompt: object) -> list[tuple[object, object]]:
+    """Return role and content of each message of a prompt. A text is one message."""
     if is_list_of_objects(prompt):
-        return "".join(_prompt_part(message.get("role", "prompt"), message.get("content")) for message in prompt)
-    return _prompt_part("prompt", prompt)
+        return [(message.get("role", "prompt"), message.get("content")) for message in prompt]
+    return [("prompt", prompt)]
 
 
-def _prompt_part(title: object, content: object) -> str:
-    return f'<div class="prompt"><h4>{text(title)}</h4><pre>{_cut(content)}</pre></div>'
-
-
-def _response(step: int, record: dict[str, Any]) -> str:
-    reward = record.get("reward")
-    value = f'<span class="reward">reward {number(float(reward))}</span>' if isinstance(reward, int | float) else ""
-    truncated = ' <span class="cut">truncated</span>' if record.get("finish_reason") == "length" else ""
-    return (
-        f'<div class="response"><h4>step {step:,} {value}{truncated}</h4><pre>{_cut(record.get("answer"))}</pre></div>'
-    )
-
-
-def _cut(value: object) -> str:
+def cut(value: object) -> str:
+    """Return at most :data:`MAX_CHARS` characters of a text."""
     content = "" if value is None else str(value)
-    return text(content if len(content) <= MAX_CHARS else content[:MAX_CHARS] + " ...")
+    return content if len(content) <= MAX_CHARS else content[:MAX_CHARS] + " ..."
 
 
 def _spread(steps: list[int], count: int) -> list[int]:

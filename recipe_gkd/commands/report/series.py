@@ -1,4 +1,4 @@
-"""Numbers of a curve: reduction to the width of a chart, smoothing, axis ticks and number formats."""
+"""Numbers of a curve: reduction to the width of a chart, smoothing and number formats."""
 
 from __future__ import annotations
 
@@ -81,33 +81,6 @@ def smooth(values: Floats, window: int) -> Floats:
     index = np.arange(len(values))
     first, last = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
     return np.asarray((padded[last] - padded[first]) / (last - first), np.float64)
-
-
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about ``count`` round numbers that span ``low`` to ``high``. The first and last enclose the range."""
-    if not high > low:
-        margin = abs(low) * 0.5 or 1.0
-        low, high = low - margin, high + margin
-    rough = (high - low) / max(1, count - 1)
-    magnitude = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [number * step for number in range(first, last + 1)]
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten that enclose a positive range, at most six."""
-    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
-    stride = max(1, math.ceil((last - first) / 5))
-    last = first + stride * max(1, math.ceil((last - first) / stride))
-    return [10.0**power for power in range(first, last + 1, stride)]
-
-
-def step_ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Return round step numbers within ``low`` to ``high``."""
-    if high <= low:
-        return [low]
-    return [tick for tick in ticks(low, high, count) if low <= tick <= high and tick == int(tick)]
 
 
 def number(value: float) -> str:

@@ -1,24 +1,20 @@
-"""Spans of all workers in the last steps of a trace file, as a chart with one row per worker."""
+"""Spans of all workers in the last steps of a trace file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe_gkd.commands.report.markup import VIEW, text
-from recipe_gkd.commands.report.series import duration, number, ticks
 from recipe_gkd.metrics.trace import POOLS
 
 MAX_BYTES = 8 << 20
 """Bytes that are read from the start of a trace file, for the names of the workers, and from its end."""
 N_UPDATES = 8
 MAX_ROWS = 28
-MAX_SPANS = 4000
-COLORS = {"update": 1, "generate": 2, "score": 3, "sync": 4, "compute": 5, "validate": 6, "save_checkpoint": 7}
-"""Color of each span by the first word of its name. Waits have their own color; others are gray."""
+MAX_SPANS_OF_ROW = 4000 // MAX_ROWS * 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,38 +33,40 @@ class Span:
     end: float
 
 
+@dataclass(frozen=True)
+class TraceWindow:
+    """Spans of the last updates.
+
+    Attributes:
+        source: Name of the trace file.
+        start: Start in seconds.
+        end: End in seconds.
+        rows: Name of the worker and spans of each row. Overlapping spans of a worker have several rows.
+    """
+
+    source: str
+    start: float
+    end: float
+    rows: Sequence[tuple[str, Sequence[Span]]]
+
+
 def find_trace(run: Path, setting: object) -> Path | None:
     """Return the trace file of a run: the configured one, or ``trace.json`` in its folder. None if absent."""
     candidates = [Path(str(setting)).expanduser()] if setting else []
     return next((path for path in [*candidates, run / "trace.json"] if path.is_file()), None)
 
 
-def trace_chart(path: Path) -> str:
-    """Return the chart as HTML. Empty if the file has no spans."""
+def read_timeline(path: Path) -> TraceWindow | None:
+    """Return the last updates in a trace file. None if it has no spans."""
     names, spans = read_spans(path)
-    window = last_updates(spans)
-    shown = sorted((span for span in spans if span.end > window[0] and span.start < window[1]), key=lambda s: s.start)
+    start, end = last_updates(spans)
+    shown = sorted((span for span in spans if span.end > start and span.start < end), key=lambda span: span.start)
     rows = sorted({span.row for span in shown}, key=lambda row: _order(names, row))[:MAX_ROWS]
-    if not rows:
-        return ""
-    by_row = {row: [span for span in shown if span.row == row] for row in rows}
-    bands = "".join(
-        _row(names.get(row, ""), by_row[row], window, is_first) for row, is_first in _first_of_track(names, rows)
-    )
-    length = window[1] - window[0]
-    axis = "".join(
-        f'<span class="{"start" if at == 0 else ""}" style="left:{100 * at / length:.2f}%">{number(at)} s</span>'
-        for at in ticks(0, length, 7)
-        if at <= length * 0.97
-    )
-    kinds = [kind for kind in [*COLORS, "wait"] if any(span.name.startswith(kind) for span in shown)]
-    legend = "".join(f'<li><i style="--c:var(--s{COLORS.get(kind, 8)})"></i>{text(_kind(kind))}</li>' for kind in kinds)
-    return (
-        '<figure class="card gantt"><figcaption><h3>Timeline of the last steps</h3>'
-        f"<p>{duration(length)} from {text(path.name)}. Each row is a worker. Pipelined stages overlap.</p>"
-        f'<ul class="legend">{legend}</ul></figcaption><div class="rows">{bands}</div>'
-        f'<div class="axis" aria-hidden="true">{axis}</div></figure>'
-    )
+    by_row = [
+        (names.get(row, "").partition(" (")[0], [span for span in shown if span.row == row][:MAX_SPANS_OF_ROW])
+        for row in rows
+    ]
+    return TraceWindow(path.name, start, end, by_row) if rows else None
 
 
 def read_spans(path: Path) -> tuple[dict[tuple[int, int], str], list[Span]]:
@@ -130,44 +128,3 @@ def _order(names: dict[tuple[int, int], str], row: tuple[int, int]) -> tuple[int
     pool, _, rest = names.get(row, "").partition(" ")
     digits = [int(part) for part in rest.replace("(", "").replace(")", "").split() if part.isdigit()]
     return (POOLS.index(pool) if pool in POOLS else len(POOLS), row[0], digits[0] if digits else 0, row)
-
-
-def _first_of_track(
-    names: dict[tuple[int, int], str], rows: list[tuple[int, int]]
-) -> Iterator[tuple[tuple[int, int], bool]]:
-    """Yield each row, and True if it is the first of its worker. Overlapping spans of a worker have several rows."""
-    previous = None
-    for row in rows:
-        track = names.get(row, "").partition(" (")[0]
-        yield row, track != previous
-        previous = track
-
-
-def _row(name: str, spans: list[Span], window: tuple[float, float], is_first: bool) -> str:
-    scale = VIEW / (window[1] - window[0])
-    bars = "".join(
-        f'<rect style="--c:var(--s{_color(span.name)})" x="{max(0.0, (span.start - window[0]) * scale):.1f}" y="0" '
-        f'width="{_width(span, window) * scale:.1f}" height="10" data-n="{text(span.name.replace("_", " "))}" '
-        f'data-s="{duration(span.end - span.start)}"/>'
-        for span in spans[: MAX_SPANS // MAX_ROWS * 4]
-    )
-    label = text(name.partition(" (")[0]) if is_first else ""
-    frame = f'viewBox="0 0 {VIEW} 10" preserveAspectRatio="none" role="img" aria-label="{text(name)}"'
-    return f'<div class="row{" first" if is_first else ""}"><span>{label}</span><svg {frame}>{bars}</svg></div>'
-
-
-def _width(span: Span, window: tuple[float, float]) -> float:
-    return max(min(span.end, window[1]) - max(span.start, window[0]), (window[1] - window[0]) / VIEW)
-
-
-def _color(name: str) -> int:
-    return COLORS.get(name.split(" ")[0], 8)
-
-
-def _kind(kind: str) -> str:
-    return {
-        "compute": "reward",
-        "save_checkpoint": "checkpoint",
-        "score": "score (teacher)",
-        "wait": "wait (trainer)",
-    }.get(kind, kind)
