@@ -78,7 +78,7 @@ TEACHER_PARTS = {
     "worker": {"engines", "free_memory", "stall_watchdog", "stop_signal", "worker", "worker_jobs"},
 }
 """Other modules of ``teacher`` that each part may import."""
-ARROW_WRITERS = {"recipe_gkd/commands/data/prepare.py", "recipe_gkd/quickstart/task.py"}
+ARROW_WRITERS = {"recipe_gkd/commands/data/prepare.py", "recipe_gkd/addition/task.py"}
 """Modules that write parquet files."""
 RAY_FREE = ("errors", "runtime", "losses", "config", "data", "pipeline", "actor", "rollout", "weight_sync", "metrics")
 
