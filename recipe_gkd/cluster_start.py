@@ -54,6 +54,7 @@ from recipe_gkd.teachers.scoring.setup import start_scoring, warn_about_memory
 from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 from teacher.client import ClientSpec
+from teacher.common.sizes import MIB
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class _ClusterStart:
         await self._restarts.record_processes(range(len(self._rollouts)))
         spec = WeightSyncSpec(
             tensor_parallel_size=rollout.tensor_model_parallel_size,
-            bucket_bytes=int(rollout.update_weights_bucket_megabytes * (1 << 20)),
+            bucket_bytes=int(rollout.update_weights_bucket_megabytes * MIB),
             timeout_s=timeout_of(self._config, SYNC_TIMEOUT),
             transport=weight_transport(self._config),
             inflight=self._config.trainer.inflight_update,

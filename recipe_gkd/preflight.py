@@ -28,8 +28,8 @@ from recipe_gkd.rollout.sampling import stop_token_ids
 from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
 from recipe_gkd.teachers.vocabularies import check_vocabulary
 from teacher.client import TeacherClient
-from teacher.fingerprint import count_ids, tokenizer_fingerprint
-from teacher.machine_checks import driver_release
+from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
+from teacher.common.machine_checks import driver_release
 from teacher.records import TeacherInfo, TeacherSequence
 
 log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ Trainers use ``TeacherClient`` or ``AsyncTeacherClient``, which import neither t
 
 from teacher.client import TeacherClient
 from teacher.client.async_client import AsyncTeacherClient
+from teacher.common.fingerprint import tokenizer_fingerprint
 from teacher.errors import (
     TeacherChanged,
     TeacherError,
@@ -14,7 +15,6 @@ from teacher.errors import (
     TeacherTimeout,
     TeacherUnavailable,
 )
-from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.status import ServiceStatus
 from teacher.wire.limits import LIMITS, PROTOCOL_VERSION, WireDtype

@@ -24,8 +24,9 @@ from recipe_gkd.actor.checkpoint.host_copy import HostCopy, host_copy
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import WorkerError
-from recipe_gkd.runtime.out_of_memory import is_out_of_memory, memory_details, reason_of
-from teacher.free_memory import trim
+from teacher.common.memory_trim import trim
+from teacher.common.out_of_memory import is_out_of_memory, memory_details, reason_of
+from teacher.common.storages import as_bytes
 
 NAMES: dict[ActorState, str] = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer state"}
 SLEEP_LEVEL = key_name(lambda config: config.actor_rollout_ref.rollout.sleep_level)
@@ -240,11 +241,6 @@ def state_sizes(tensors_of: Callable[[ActorState], Iterable[Tensor]], device: to
     """
     sizes = {state: sum(n for _, n in distinct_storages(tensors_of(state), device)) for state in KEYS}
     return {NAMES[state]: n_bytes for state, n_bytes in sizes.items() if n_bytes}
-
-
-def as_bytes(storage: UntypedStorage) -> Tensor:
-    """Return a tensor of all bytes of a storage, uint8, which shares its memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -28,7 +28,7 @@ from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointError
 from recipe_gkd.runtime.out_of_memory import MemoryPhase, out_of_memory_explained
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from teacher.free_memory import MemoryTrimmer
+from teacher.common.memory_trim import MemoryTrimmer
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -29,7 +29,9 @@ from recipe_gkd.config.schema import ActorConfig, Config, GkdConfig
 from recipe_gkd.config.teachers import names as teacher_names
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import GkdError, SecondaryFailure, WorkerError
-from recipe_gkd.runtime.out_of_memory import free_frames, is_out_of_memory, out_of_memory_error
+from recipe_gkd.runtime.out_of_memory import free_frames, out_of_memory_error
+from teacher.common.out_of_memory import is_out_of_memory
+from teacher.common.sizes import GIB
 
 log = logging.getLogger(__name__)
 
@@ -264,7 +266,7 @@ class Updater:
         if layout.counts_tokens:
             for report in reports:
                 sums += torch.stack([report["sums"][name] for name in names])
-        own_maxima = {"perf/max_memory_allocated_gb": torch.tensor(_peak_memory_bytes(device) / 2**30)}
+        own_maxima = {"perf/max_memory_allocated_gb": torch.tensor(_peak_memory_bytes(device) / GIB)}
         zero = sums.new_zeros(())
         own_maxima |= {
             name: torch.stack([zero, *(report["maxima"][name] for report in reports)]).max() for name in MAXIMA

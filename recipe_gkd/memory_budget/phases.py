@@ -30,8 +30,8 @@ from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import MemoryBudgetError
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
 from recipe_gkd.rollout.engine_options import EngineOptions
+from teacher.common.sizes import GIB, MIB
 
-GIB, _MEBIBYTE = 1 << 30, 1 << 20
 SLOTS = key_name(lambda config: config.trainer.n_gpus_per_node)
 
 BudgetPhase = Literal["sync", "generate", "update"]
@@ -252,7 +252,7 @@ def _bucket_bytes(config: Config, n_weights: int) -> float:
     half full.
     """
     settings = config.actor_rollout_ref
-    half = settings.rollout.update_weights_bucket_megabytes * _MEBIBYTE / 2
+    half = settings.rollout.update_weights_bucket_megabytes * MIB / 2
     return min(half, n_weights * ITEM_BYTES[settings.actor.dtype])
 
 

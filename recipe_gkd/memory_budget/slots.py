@@ -8,9 +8,10 @@ from pathlib import Path
 
 import psutil
 
+from teacher.common.sizes import MIB
+
 _QUERY_TIMEOUT_S = 60.0
 """Deadline of the query. Without the persistence daemon it takes seconds per GPU."""
-_MEBIBYTE = 1 << 20
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -37,7 +38,7 @@ def nth_largest_gpu(lines: str, n_slots: int) -> int | None:
     sizes = lines.split("\n") if lines else []
     if len(sizes) < n_slots or not all(size.strip().isdigit() for size in sizes):
         return None
-    return sorted((int(size) for size in sizes), reverse=True)[n_slots - 1] * _MEBIBYTE
+    return sorted((int(size) for size in sizes), reverse=True)[n_slots - 1] * MIB
 
 
 def query_gpus(field: str) -> str:

@@ -22,10 +22,10 @@ from recipe_gkd.metrics.trace import TraceFile
 from recipe_gkd.metrics.utilization import ActorUtilization
 from recipe_gkd.rewards.reporting import mean_numbers
 from recipe_gkd.runtime.clock import now
+from teacher.common.sizes import GIB
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
 TRAINER_WORK = ("timing/update_actor", "timing/validate", "timing/save_checkpoint", "timing/log")
 PARTS_OF_STEP = [*(name for names in WAITS.values() for name in names), *TRAINER_WORK]
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
 from recipe_gkd.data.batches import ReadyBatch
-from recipe_gkd.pipeline.row_memory import GIB
 from recipe_gkd.pipeline.stages import Sync
 from recipe_gkd.pipeline.state import PipelineState
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
+from teacher.common.sizes import GIB
 
 DRAIN_TIMEOUT_S = 10.0
 """Deadline of the end of canceled stages before the last checkpoint is saved. They usually end within 1 s."""

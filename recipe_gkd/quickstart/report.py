@@ -30,6 +30,7 @@ from recipe_gkd.quickstart.explanations import FIGURES, TIMINGS
 from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES
 from recipe_gkd.quickstart.prepare import RECORD
 from recipe_gkd.runtime.closed_output import run_until_closed
+from teacher.common.sizes import GIB
 
 Json = dict[str, Any]
 TOKENS, LOSS = "perf/total_num_tokens", "actor/kl_loss"
@@ -164,7 +165,7 @@ def machine_description() -> str:
     except (OSError, StopIteration):
         model = platform.machine()
     n_cores = len(os.sched_getaffinity(0))
-    return f"{n_cores} cores of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB"
+    return f"{n_cores} cores of {model}, {psutil.virtual_memory().total / GIB:.0f} GiB"
 
 
 def main(argv: list[str] | None = None) -> int:

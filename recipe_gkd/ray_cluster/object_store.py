@@ -13,10 +13,10 @@ from ray._private.state import state as ray_state
 
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.runtime.threads import in_thread
+from teacher.common.sizes import GIB
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
 EVERY_S = 5.0
 """Shortest time between two measurements. One takes 6 ms per node."""
 TIMEOUT_S = 2.0

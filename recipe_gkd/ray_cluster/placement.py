@@ -14,6 +14,7 @@ import psutil
 
 from recipe_gkd.errors import ConfigError, ResourceError
 from recipe_gkd.runtime.remote_group import OnResult
+from teacher.common.sizes import GIB
 
 if TYPE_CHECKING:
     from recipe_gkd.ray_cluster.worker_group import WorkerGroup
@@ -232,5 +233,5 @@ def _check_assigned(label: str, report: DeviceReport) -> None:
 
 
 def _memory(report: DeviceReport) -> str:
-    host = f"{report.host_memory / (1 << 30):.1f} GiB host"
-    return f"{report.device_memory / (1 << 30):.1f} GiB GPU, {host}" if report.device_memory else host
+    host = f"{report.host_memory / GIB:.1f} GiB host"
+    return f"{report.device_memory / GIB:.1f} GiB GPU, {host}" if report.device_memory else host

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recipe_gkd.errors import ModelError, WeightSyncError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from teacher.weight_files import WeightFileError, open_weights, weight_files
+from teacher.common.weight_files import WeightFileError, open_weights, weight_files
 
 _NOT_WEIGHTS = re.compile(
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$"

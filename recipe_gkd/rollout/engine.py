@@ -29,8 +29,9 @@ from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.engine_requests import Deliver, RequestTable, add_log_probs_request, add_request
 from recipe_gkd.rollout.vllm.device_loss import is_device_loss
-from recipe_gkd.runtime.out_of_memory import MemoryPhase, is_out_of_memory, out_of_memory_error
-from teacher.engines.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure
+from recipe_gkd.runtime.out_of_memory import MemoryPhase, out_of_memory_error
+from teacher.common.out_of_memory import is_out_of_memory
+from teacher.common.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm.compat import LLMEngine

@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import numpy as np
 
 from recipe_gkd.errors import ModelError
 from recipe_gkd.rollout.environment import worker_environment
-from teacher.engines.vllm_worker import LogitsCalls
+from teacher.common.vllm_setup import quiet_import
+from teacher.common.vllm_worker import LogitsCalls
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -140,9 +140,7 @@ def vllm_engine(folder: Path, options: OfflineEngineOptions, *, n_tokens: int) -
             in training.
     """
     on_gpu = prepare_environment()
-    # vLLM logs and warns during its import, before it reads its own logging level.
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    quiet_import("ERROR")
     from vllm import LLM
 
     memory: dict[str, Any] = {"kv_cache_memory_bytes": options.cpu_cache_bytes}

@@ -30,6 +30,7 @@ from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.spec import TransportAddress
 from recipe_gkd.weight_sync.stats import ReceivedUpdate
+from teacher.common.sizes import MIB
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm.compat import LLMEngine
@@ -262,7 +263,7 @@ class RolloutWorker:
         try:
             await self._wait(stopped, started, timeout_s, f"v{version} cannot be loaded: it still generates")
             megabytes = self._config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
-            await self._run(lambda engine: self._updates.check_memory(engine, meta, int(megabytes * (1 << 20))))
+            await self._run(lambda engine: self._updates.check_memory(engine, meta, int(megabytes * MIB)))
         except GkdError:
             self._gate.end()
             raise

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ModelError
-from teacher.engines.eos import declared_eos_ids
+from teacher.common.eos import declared_eos_ids
 
 SamplingName = Literal["train", "validation", "probe"]
 """Parameters of training (``actor_rollout_ref.rollout``), of validation (its ``val_kwargs``), and of the tokens with

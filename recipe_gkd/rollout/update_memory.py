@@ -10,9 +10,9 @@ import torch
 
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.errors import ResourceError
-from teacher.engines.cuda_memory import free_cuda_memory
+from teacher.common.cuda_memory import free_cuda_memory
+from teacher.common.sizes import GIB, MIB
 
-_GIB = 1 << 30
 _BUCKET_KEY = key_name(lambda config: config.actor_rollout_ref.rollout.update_weights_bucket_megabytes)
 _BUCKETS_IN_MEMORY = 3
 """Consecutive buckets that can be in memory: one is received, one is loaded, one has the first weights of its layer."""
@@ -93,9 +93,9 @@ def memory_shortage(
         return None
     each = f" for each of {n_sharing_host} processes" if n_sharing_host > 1 else ""
     return ResourceError(
-        f"a weight update does not fit into the memory: it needs {needed.in_place / _GIB:.2f} GiB{each} "
-        f"({needed.window_bytes / _GIB:.2f} for buckets, {needed.layer_bytes / _GIB:.2f} for the largest layer; "
-        f"{needed.double_buffered / _GIB:.2f} if it were kept aside), and {free / _GIB:.2f} GiB are free",
-        remedy=f"lower {_BUCKET_KEY} (now {bucket_bytes / (1 << 20):g}) or {cache_key} (now {cache_value})",
+        f"a weight update does not fit into the memory: it needs {needed.in_place / GIB:.2f} GiB{each} "
+        f"({needed.window_bytes / GIB:.2f} for buckets, {needed.layer_bytes / GIB:.2f} for the largest layer; "
+        f"{needed.double_buffered / GIB:.2f} if it were kept aside), and {free / GIB:.2f} GiB are free",
+        remedy=f"lower {_BUCKET_KEY} (now {bucket_bytes / MIB:g}) or {cache_key} (now {cache_value})",
         keys=(_BUCKET_KEY, cache_key),
     )

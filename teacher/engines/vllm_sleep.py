@@ -82,7 +82,7 @@ class SleepMode:
         began = time.monotonic()
         if not self._engine.wake_up():
             raise TeacherModelDamaged("vLLM did not restore all memory", remedy=_RESTART)
-        self._engine.collective_rpc(TeacherCalls.restore_kv_cache.__name__)
+        self._engine.collective_rpc(TeacherCalls.reset_kv_cache.__name__)
         check_checksums(self._checksums, self._engine.collective_rpc(TeacherCalls.checksum_weights.__name__))
         try:
             dtype = str(self._engine.model_config.dtype)

@@ -16,7 +16,7 @@ from recipe_gkd.actor.megatron.hf_names import EMBEDDING, OUTPUT, Weight, weight
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.ranks import Layout
 from recipe_gkd.errors import ModelError
-from teacher.weight_files import INDEX_NAME, WeightFileError, open_weights, read_index
+from teacher.common.weight_files import INDEX_NAME, WeightFileError, open_weights, read_index
 
 if TYPE_CHECKING:
     from safetensors import safe_open

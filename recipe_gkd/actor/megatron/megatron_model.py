@@ -22,7 +22,7 @@ from recipe_gkd.actor.megatron.packed_attention import attention_kernel
 from recipe_gkd.actor.megatron.parallel import init_parallel
 from recipe_gkd.actor.ranks import Layout, RankSpec
 from recipe_gkd.config.schema import Config
-from teacher.engines.head_dtype import wants_float32_head
+from teacher.common.head_dtype import wants_float32_head
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,8 @@ from recipe_gkd.rollout.offline_engine import (
     vllm_engine,
 )
 from recipe_gkd.validation import read_sources
-from teacher.fingerprint import count_ids
+from teacher.common.fingerprint import count_ids
+from teacher.common.sizes import GIB
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -304,7 +305,7 @@ def options_of(args: argparse.Namespace, config: Config) -> OfflineEngineOptions
         dtype=args.dtype,
         tensor_parallel_size=args.tensor_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,
-        cpu_cache_bytes=int(args.cpu_cache_gb * 2**30),
+        cpu_cache_bytes=int(args.cpu_cache_gb * GIB),
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
         seed=config.data.seed,
     )

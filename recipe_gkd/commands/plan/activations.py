@@ -29,7 +29,7 @@ from recipe_gkd.actor.student_dims import StudentDims
 from recipe_gkd.config.schema import Config
 from recipe_gkd.losses.fused_head import BLOCK_BYTES
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES
-from teacher.engines.head_dtype import wants_float32_head
+from teacher.common.head_dtype import wants_float32_head
 
 _TRANSFORMER_ENGINE, _TRANSFORMERS = (4, 2, 2, 3), (5, 4, 2, 4)
 _LOCAL = {"cuda": (5, 4, 3, 3), "cpu": (5, 4, 3, 4)}

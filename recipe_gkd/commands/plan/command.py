@@ -18,10 +18,10 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.keys import TRAIN_FILES
 from recipe_gkd.config.load import read_config
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.memory_budget.phases import GIB
 from recipe_gkd.memory_budget.slots import slot_memory
 from recipe_gkd.model_files import find_model
 from recipe_gkd.preflight import with_model_path
+from teacher.common.sizes import GIB, size_text
 
 _KEYS_WITHOUT_EFFECT = (TRAIN_FILES,)
 
@@ -66,8 +66,8 @@ def plan_text(device: str, estimate: RunEstimate, change: Change | None) -> str:
         f"student: {_count(estimate.n_parameters)} parameters, {_count(estimate.n_rank_parameters)} on an actor rank",
         f"step: {estimate.tokens} tokens at most, {estimate.micro_batches} micro-batches of up to "
         f"{estimate.micro_batch_tokens} tokens per data-parallel rank",
-        f"weight sync: {_bytes(estimate.sync_bytes)} to each rollout worker",
-        f"teacher: {_bytes(estimate.teacher_bytes)} per step at most, top {estimate.top_k}",
+        f"weight sync: {size_text(estimate.sync_bytes)} to each rollout worker",
+        f"teacher: {size_text(estimate.teacher_bytes)} per step at most, top {estimate.top_k}",
         f"KV cache: {estimate.cached_tokens} tokens per engine",
         f"memory of a {kind}: {memory}",
         *(line for pool in estimate.pools for line in _pool_lines(pool)),
@@ -129,10 +129,6 @@ def _as_json(device: str, estimate: RunEstimate, change: Change | None) -> dict[
 
 def _count(number: float) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
-
-
-def _bytes(number: float) -> str:
-    return f"{number / GIB:.2f} GiB" if number >= GIB else f"{number / (1 << 20):.1f} MiB"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

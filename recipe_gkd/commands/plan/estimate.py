@@ -11,8 +11,9 @@ from recipe_gkd.actor.student_dims import StudentDims
 from recipe_gkd.commands.plan.activations import MicroBatchMemory, micro_batch_memory, micro_batch_tokens
 from recipe_gkd.config.schema import Config
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
-from recipe_gkd.memory_budget.phases import ACTOR_PARTS, GIB, PhaseMemory, engine_overhead, phase_memory
+from recipe_gkd.memory_budget.phases import ACTOR_PARTS, PhaseMemory, engine_overhead, phase_memory
 from recipe_gkd.rollout.limits import engine_length
+from teacher.common.sizes import GIB
 
 PROCESS_BYTES = {"cpu": 0.7 * GIB, "cuda": 2 * GIB}
 """Memory of an actor without a model: the libraries on a CPU, the context and communication buffers on CUDA."""

@@ -30,9 +30,9 @@ from recipe_gkd.memory_budget.slots import query_gpus
 from recipe_gkd.metrics.advice.step_time_model import StageSeconds, step_bound, step_seconds, step_time_bounds
 from recipe_gkd.metrics.device_peaks import MEMORY_TB_PER_S, PEAKS, memory_tb_per_s, peak_tflops
 from recipe_gkd.model_files import find_model
+from teacher.common.sizes import MIB
 
 _GPUS_PER_NODE = 8
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,7 @@ def sync_seconds(n_bytes: float, transport: str, bucket_megabytes: float) -> flo
         bucket_megabytes: Size of a bucket in MiB.
     """
     if transport == "ipc":
-        n_buckets = math.ceil(n_bytes / (bucket_megabytes * _MIB))
+        n_buckets = math.ceil(n_bytes / (bucket_megabytes * MIB))
         return n_buckets * assumed.IPC_BUCKET_S + n_bytes / (assumed.IPC_GB_PER_S * 1e9)
     rate = assumed.NODE_GB_PER_S if transport == "node" else assumed.NETWORK_GB_PER_S
     return n_bytes / (rate * 1e9) * assumed.SYNC_OVERHEAD

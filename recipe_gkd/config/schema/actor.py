@@ -18,7 +18,7 @@ from recipe_gkd.config.schema.unused import (
     needs,
     unused_with,
 )
-from teacher.engines.head_dtype import HeadDtype
+from teacher.common.head_dtype import HeadDtype
 
 MAX_LORA_RANK = 1 << 14
 

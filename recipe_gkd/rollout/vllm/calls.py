@@ -13,7 +13,7 @@ from recipe_gkd.rollout.vllm.compat import unpinned_nccl_env
 from recipe_gkd.rollout.vllm.device_loss import is_device_loss
 from recipe_gkd.rollout.vllm.sleep import SleepCalls
 from recipe_gkd.rollout.vllm.weights import BucketReceiver, CheckMemory
-from teacher.engines.vllm_worker import LogitsCalls
+from teacher.common.vllm_worker import LogitsCalls
 
 
 class WeightUpdateCalls:

@@ -13,7 +13,7 @@ from recipe_gkd.actor.checkpoint import host_copy
 from recipe_gkd.actor.offload import SLEEP_LEVEL, OffloadedStates, distinct_storages
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import WorkerError
-from recipe_gkd.runtime.out_of_memory import is_out_of_memory
+from teacher.common.out_of_memory import is_out_of_memory
 from tests._support.errors import raises
 
 CPU = torch.device("cpu")

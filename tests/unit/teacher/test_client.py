@@ -24,8 +24,8 @@ from teacher import (
     TeacherTimeout,
 )
 from teacher.client.chunks import CHUNK_TOKENS, ScoreCall, split_request
+from teacher.common.fingerprint import N_LAST_TOKENS
 from teacher.errors import TeacherClosed
-from teacher.fingerprint import N_LAST_TOKENS
 from teacher.proxy import Proxy
 from teacher.records import LogitSettings, TeacherInfo
 from teacher.wire.messages import (

@@ -11,7 +11,7 @@ import pytest
 
 from teacher import TeacherClient, TeacherError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
 from teacher.__main__ import main
-from teacher.engines.out_of_memory import ADVICE, explain, find_out_of_memory, out_of_memory_explained
+from teacher.engines.out_of_memory import ADVICE, explain, out_of_memory_explained
 from teacher.engines.self_check import check_unchanged
 from teacher.engines.vllm_sleep import check_checksums
 from teacher.errors import TeacherAsleep, TeacherModelDamaged, TeacherOutOfMemory, TeacherWithoutWorker
@@ -320,7 +320,6 @@ class TestOutOfMemory:
         with pytest.raises(RuntimeError) as caught, out_of_memory_explained("start", {}):
             _raise(error)()
         assert caught.value is error
-        assert find_out_of_memory(None) is None
 
     def test_explain_wake_up_advises_to_release_devices_first(self) -> None:
         error = explain(MemoryError("no"), "wake-up", {})

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from teacher import ScoredSequence, TeacherClient, TeacherRequestError, TeacherSequence, TeacherTimeout
+from teacher.common.vllm_worker import LogitsCalls
 from teacher.engines.sizes import ResultMemory
 from teacher.engines.vllm_engine import VllmEngine
-from teacher.engines.vllm_worker import LogitsCalls
 from teacher.proxy import Proxy
 from teacher.records import LogitSettings
 from tests._support.errors import raises

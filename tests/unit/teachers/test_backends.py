@@ -25,6 +25,7 @@ from recipe_gkd.teachers.hf_teacher import HfTeacher
 from recipe_gkd.teachers.router import open_teachers
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.scoring.checks import check_scores
+from teacher.common.fingerprint import tokenizer_fingerprint
 from teacher.errors import (
     TeacherClosed,
     TeacherError,
@@ -33,7 +34,6 @@ from teacher.errors import (
     TeacherSetupError,
     TeacherTimeout,
 )
-from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import base_config
 from tests._support.errors import raises

@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from teacher.common.fingerprint import count_ids
 from teacher.errors import TeacherSetupError
-from teacher.fingerprint import count_ids
 
 logger = logging.getLogger(__name__)
 
