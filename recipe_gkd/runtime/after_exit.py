@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterable
 
-from recipe_gkd.runtime.process_id import ProcessId
+from teacher.common.process_id import ProcessId
 
 KILL_GRACE_S = 5
 """Time that processes get to exit before :func:`kill_after_this_process` kills them."""

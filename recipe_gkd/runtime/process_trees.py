@@ -11,7 +11,7 @@ from contextlib import suppress
 import psutil
 
 from recipe_gkd.runtime import scratch
-from recipe_gkd.runtime.process_id import ProcessId, age_s, boot_id, is_alive, process_id
+from teacher.common.process_id import ProcessId, age_s, boot_id, is_alive, process_id
 
 
 def tree(pids: Sequence[int]) -> list[ProcessId]:

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from recipe_gkd.runtime.after_exit import run_after_this_process
-from recipe_gkd.runtime.process_id import ProcessId, boot_id, is_alive, process_id
+from teacher.common.process_id import ProcessId, boot_id, is_alive, process_id
 
 _PREFIX = "gkd"
 """Prefix of folder names. Names are short because the folders contain sockets, whose paths may have 107 characters."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from recipe_gkd.runtime.process_id import ProcessId, process_id
 from recipe_gkd.runtime.process_trees import end
+from teacher.common.process_id import ProcessId, process_id
 
 RUN_VARIABLE = "RECIPE_GKD_SMOKE_RUN"
 """Environment variable of a process and of all its descendants. Its value identifies the run."""

@@ -17,8 +17,8 @@ from recipe_gkd.ray_cluster.node_probe import locate
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime import process_trees
-from recipe_gkd.runtime.process_id import ProcessId, is_alive
 from recipe_gkd.trainer import Trainer
+from teacher.common.process_id import ProcessId, is_alive
 
 DEADLINE_S = 8.0
 """Deadline of all calls to workers. A call takes less than 1 s on an idle machine."""

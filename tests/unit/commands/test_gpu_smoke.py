@@ -17,7 +17,7 @@ from recipe_gkd.commands.gpu_smoke.checks import BY_NAME, CHECKS, MACHINE
 from recipe_gkd.commands.gpu_smoke.isolation import run_with_deadline
 from recipe_gkd.commands.gpu_smoke.machine import versions
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context, Outcome
-from recipe_gkd.runtime.process_id import is_alive, process_id
+from teacher.common.process_id import is_alive, process_id
 
 CUDA_PACKAGES = {"vllm": "0.32.0", "ray": "2.60.0"}
 SHELL_TIMEOUT_S = 20.0

@@ -12,7 +12,7 @@ import pytest
 
 from recipe_gkd.diagnostics import stack_dumps
 from recipe_gkd.runtime import scratch
-from recipe_gkd.runtime.process_id import ProcessId, boot_id, process_id
+from teacher.common.process_id import ProcessId, boot_id, process_id
 from tests._support.waiting import wait_until
 
 
