@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Add workers on this machine to a running teacher service on this or another machine. See --help.
 set -euo pipefail
-repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+repo=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$repo/.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
 if ! command -v -- "$python" >/dev/null; then

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Start a teacher service on this machine: one proxy and N_WORKERS workers. See --help.
 set -euo pipefail
-repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+repo=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$repo/.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
 if ! command -v -- "$python" >/dev/null; then

@@ -2,7 +2,7 @@
 # Stop the processes that start_server.sh or join_server.sh started, and no others. See --help.
 set -euo pipefail
 trap '' INT TERM HUP  # until the command handles them: an earlier signal would leave all processes running
-repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+repo=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$repo/.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
 if ! command -v -- "$python" >/dev/null; then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -58,8 +59,8 @@ def main(name: str, arguments: Sequence[str]) -> int:
         args = parse_options(command.options, arguments)
         args.report = report
         return command.run(args)
-    except Interrupted as signal:
-        return signal.status
+    except Interrupted as interrupted:
+        return interrupted.status
     except KeyboardInterrupt:  # before the first process
         return 130
     except TeacherError as error:
@@ -116,7 +117,7 @@ def stop(args: Namespace) -> int:
     if not ours and not foreign:
         print(f"nothing to stop: no process is recorded in {run_dir} (set --run-dir if another folder was used)")
         return 0
-    requests.record(also_ignored=True)
+    requests.record((signal.SIGINT, signal.SIGTERM), also_ignored=True)  # not SIGHUP, which nohup ignores
     stop_processes(ours, args.stop_timeout_s, requests, args.report)
     requests.ignore()
     for file in foreign:

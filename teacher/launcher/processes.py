@@ -51,7 +51,7 @@ class Processes:
             return
         try:
             stop_processes(self._files, self._args.stop_timeout_s, self._requests, self._args.report)
-        except TeacherError as failure:
+        except (TeacherError, OSError) as failure:
             self._args.report(str(failure))
         self._requests.ignore()
         if error[0] is None:
