@@ -62,6 +62,7 @@ TEACHER_PARTS = {
     **{base: set[str]() for base in TEACHER_BASE},
     "client": set[str](),
     "engines": set[str](),
+    "launcher": set[str](),
     "proxy": {"stop_signal"},
     "worker": {"engines", "stall_watchdog", "stop_signal", "worker_jobs"},
 }
