@@ -1,4 +1,4 @@
-"""Measure an update of the actor: its time over that of transformers, and the host's work on the data per token.
+"""Measure an update of the actor: its time relative to transformers, and the host's work on the data per token.
 
     OMP_NUM_THREADS=1 python benchmarks/actor.py [--strategy megatron|fsdp] [--quick] [--json FILE]
 

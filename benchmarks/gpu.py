@@ -14,7 +14,7 @@ Sections:
     teacher     tokens scored per second by one engine on one GPU, alone and through the service, for 1.5B and 8B shapes
                 and k = 1, 16, 64, 256
 
-Each section runs in a process of its own with a deadline, and the rows that it has measured are reported even if it
+Each section runs in a separate process with a deadline, and the rows that it has measured are reported even if it
 fails. ``--device cpu`` runs the same code on miniature shapes in about a minute. Its figures mean nothing.
 """
 

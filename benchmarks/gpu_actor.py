@@ -80,14 +80,14 @@ def _measure_actor(strategy: str, device: str, folder: Path) -> Iterator[dict[st
 
 
 def measure_mismatch(device: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row for each data type of the output layers: float32, and that of the model (bfloat16)."""
+    """Yield a row for each data type of the output layers: float32, and the model's (bfloat16)."""
     model = write_model(folder / "model", _SHAPE[device], device)
     configs = {
         head_dtype: actor_config(model, device, *_KEYS, f"{_MODEL}.head_dtype={head_dtype}", *_engine_keys(device))
         for head_dtype in ("float32", "model")
     }
     samples, responses = make_samples(_LENGTHS[device], _TOP_K), {}
-    # The engines come first, each in a process of its own, because an actor in this process does not free all memory.
+    # The engines come first, each in a separate process, because an actor in this process does not free all memory.
     for head_dtype, config in configs.items():
         with running_peer(_generate, config, samples, timeout_s=_TIMEOUT_S) as peer:
             responses[head_dtype] = peer.receive()

@@ -10,7 +10,7 @@ from teacher_service import save_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 MAX_LENGTH = 4096
-# The 1.5B shape is that of Qwen2.5-1.5B. The 8B shape has the sizes of Llama-3-8B, with the layers of Qwen2.
+# The 1.5B shape is Qwen2.5-1.5B's. The 8B shape has the sizes of Llama-3-8B, with the layers of Qwen2.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,

@@ -44,6 +44,7 @@ from recipe_gkd.losses.distributions import TAIL_MODES, BucketedDistributions, b
 from recipe_gkd.losses.fused_head import compute_log_stats_from_hidden
 from recipe_gkd.losses.logits_query import LogitsQuery
 from recipe_gkd.losses.registry import divergence_names
+from teacher.common.proc_files import STATUS, read_bytes
 
 TIMEOUT_S = 600
 FROM_LOGITS = ("log_softmax", "autograd", "analytic", "in_place")
@@ -109,7 +110,7 @@ def inputs_for(case: Case, methods: tuple[str, ...]) -> Inputs:
 
 def log_softmax(case: Case, given: Inputs, logits_TV: Tensor) -> tuple[Tensor, ...]:
     log_q_TV = logits_TV.log_softmax(1)
-    return torch.autograd.grad(log_q_TV, logits_TV, log_q_TV.detach())  # an incoming gradient without memory of its own
+    return torch.autograd.grad(log_q_TV, logits_TV, log_q_TV.detach())  # an incoming gradient without its own memory
 
 
 def autograd(case: Case, given: Inputs, logits_TV: Tensor) -> tuple[Tensor, ...]:
@@ -246,15 +247,9 @@ def peak(method: str, case: Case, threads: int) -> int:
         synchronize(case.device)
         return torch.cuda.max_memory_allocated() - before
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
-    before = status_bytes("VmRSS")
+    before = read_bytes(STATUS, "VmRSS")
     run(method, case, given)
-    return status_bytes("VmHWM") - before
-
-
-def status_bytes(name: str) -> int:
-    """Return a size from /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return read_bytes(STATUS, "VmHWM") - before
 
 
 # ---- report

@@ -82,7 +82,6 @@ class Result:
 
     Attributes:
         shape: Name of the load shape.
-        schedule: Name of the schedule.
         streaming: True if responses were streamed to the teacher.
         step_s: Step time.
         bound_s: Lower bound on the step time.
@@ -195,7 +194,6 @@ async def measure_all(bench: Bench, times: dict[str, BatchTimes], schedules: lis
     Args:
         bench: Settings of the measurement.
         times: Durations of the stages for each shape.
-        schedules: Names of the schedules.
     """
     cases = [(shape, schedule, streamed) for shape in times for schedule in schedules for streamed in (True, False)]
     baselines = [(shape, "sync", False) for shape in times]

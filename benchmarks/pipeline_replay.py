@@ -42,7 +42,6 @@ class Variant:
         split: Keys of another split of the devices. Empty: the split of the run.
         rollout: Size of the rollout pool relative to the run.
         actor: Size of the actor pool relative to the run.
-        n_teachers: Number of teacher workers.
     """
 
     staleness: int
@@ -122,7 +121,7 @@ def read_steps(path: Path) -> list[dict[str, float]]:
 def read_layout(
     path: Path, steps: Sequence[Mapping[str, float]], *, actor: int | None, rollout: int | None, teacher: int | None
 ) -> ResourceLayout:
-    """Return the layout of the run's ``config.yaml``, or that of the arguments if the file does not exist.
+    """Return the layout of the run's ``config.yaml``, or the layout of the arguments if the file does not exist.
 
     Raises:
         ConfigError: The file exists and arguments were given, or neither is the case.
@@ -174,8 +173,6 @@ def batch_times(
 
     Args:
         step: Metrics of the step.
-        n_replicas: Number of rollout replicas.
-        layout: Layout of the run.
         variant: Change to the run.
         alone: Fraction of the generation time that was not spent in a queue.
         sync: Time of a weight sync, in seconds.

@@ -50,9 +50,7 @@ class Pools:
     """Sizes of the pools.
 
     Attributes:
-        n_replicas: Number of rollout replicas.
         n_slots: Number of slots of each replica.
-        n_teachers: Number of teacher workers.
     """
 
     n_replicas: int = 2
@@ -67,7 +65,7 @@ class RunRecord:
     Attributes:
         ended_at: Time at the end of the update.
         staleness: Maximum staleness of the samples.
-        metrics: Metrics as in metrics.jsonl, without those that stages without work do not have.
+        metrics: Metrics as in metrics.jsonl, without metrics that stages without work do not have.
     """
 
     ended_at: list[float] = field(default_factory=list)

@@ -11,7 +11,7 @@ calls as for separate ones. All cases run on one machine, where the processes co
     MB per GB     growth of the driver's own memory (RssAnon) per GB of rows per step; rows in flight are several times
                   that with one_step_off
     M rows x k/s  teacher log-probabilities that arrived at the actor ranks, in millions per second
-    step/bound    duration of a step, divided by that of its slowest stage
+    step/bound    duration of a step, divided by the duration of its slowest stage
 """
 
 from __future__ import annotations
@@ -79,8 +79,6 @@ class Case:
 
     Attributes:
         load: Work of one step.
-        replicas: Rollout replicas.
-        ranks: Actor ranks.
         direct: True if the driver itself receives the rows, for comparison.
     """
 
@@ -239,7 +237,6 @@ def figures(case: Case, steps: list[tuple[float, float, float, float]], growth: 
     """Return the figures of a case from the records of its steps, without the first ones.
 
     Args:
-        case: The case.
         steps: End, CPU time of the driver, response tokens and bytes of rows of each step.
         growth: Growth of the driver's memory in bytes.
     """

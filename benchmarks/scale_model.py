@@ -33,8 +33,6 @@ class Observation:
         driver_s: CPU time of the driver per step.
         responses: Responses per step.
         tokens: Response tokens per step.
-        replicas: Rollout replicas.
-        ranks: Actor ranks.
     """
 
     driver_s: float
@@ -78,7 +76,6 @@ def extrapolate(costs: DriverCosts, worker_gb_per_s: float, n_gpus: int) -> dict
     """Return the durations of a step's parts with ``n_gpus`` rollout GPUs and as many actor GPUs.
 
     Args:
-        costs: Costs of the driver.
         worker_gb_per_s: Rate at which a scoring worker receives rows.
         n_gpus: Number of GPUs of each pool.
     """

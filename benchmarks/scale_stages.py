@@ -198,7 +198,7 @@ def _run_worker(port: int, load: Load, ready: Event) -> None:
 
 @contextmanager
 def running_teacher(load: Load) -> Iterator[int]:
-    """Run a proxy and a teacher worker in processes of their own, and yield the port of the service."""
+    """Run a proxy and a teacher worker in separate processes, and yield the port of the service."""
     context = multiprocessing.get_context("spawn")
     ports = free_port(), free_port()
     targets: list[tuple[Any, tuple[Any, ...]]] = [(_run_proxy, (ports,)), (_run_worker, (ports[1], load))]

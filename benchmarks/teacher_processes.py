@@ -72,7 +72,7 @@ def _script(name: str, *flags: str) -> None:
         cwd=REPO,
         capture_output=True,
         text=True,
-        timeout=START_TIMEOUT_S + _STOP_TIMEOUT_S,  # the scripts have deadlines of their own, and then stop processes
+        timeout=START_TIMEOUT_S + _STOP_TIMEOUT_S,  # the scripts have their own deadlines, and then stop processes
         check=False,
     )
     if done.returncode:

@@ -22,7 +22,7 @@ only end-of-sequence id a probability below 1e-15, so that every response has th
     foreign    mean number of CPUs that other programs used meanwhile; the times are valid only if it is near 0
     cpu s      CPU seconds per step, in user and kernel mode, in total and of each group of processes
 
-TRL needs versions of packages that this project does not. It is installed with uv into an environment of its own. If
+TRL needs versions of packages that this project does not. It is installed with uv into a separate environment. If
 that fails, the command prints the reason and exits with status 0.
 """
 
@@ -319,7 +319,7 @@ def cpu_seconds(roots: list[int]) -> dict[str, float]:
 
 
 def _group(path: list[int]) -> str:
-    """Return the group of the first process, given its pid and those of its ancestors."""
+    """Return the group of the first process, given its pid and its ancestors' pids."""
     for pid in path:
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

@@ -55,7 +55,6 @@ class Job:
         student: Size of the student.
         teacher: Size of the teacher.
         responses: Responses per step.
-        response_tokens: Tokens of each response.
         target: Intended ratio of the seconds per step, TRL / ours. It is printed and not asserted.
     """
 

@@ -44,7 +44,7 @@ MANY_SMALL = "many small"
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A list of tensors, like those of a model."""
+    """A list of tensors, as in a model."""
 
     name: str
     meta: list[TensorMeta]
@@ -333,7 +333,7 @@ def line(found: dict[str, Any]) -> str:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of the largest model, and of many small tensors.
 
-    Both are those of the best bucket size, with the smallest number of receivers.
+    Both are for the best bucket size, with the smallest number of receivers.
     """
 
     def best(candidates: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@
 # Finished runs are not repeated. A key=value is appended to each run, such as trainer.total_training_steps=20. Two cores
 # need about 20 minutes for all runs. Nothing else should use the machine, because the table contains times.
 #
-# Environment: that of launch/quickstart.sh.
+# Environment: as for launch/quickstart.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -34,7 +34,7 @@ bash launch/setup.sh --check || refuse "run 'bash launch/setup.sh' first"
 QUICKSTART_DIR=$(new_path "${QUICKSTART_DIR:-}")
 QUICKSTART_DIR=$(realpath -m "${QUICKSTART_DIR:-outputs/quickstart}")
 export QUICKSTART_DIR OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
-# Without a token of its own the head would require the one of the home directory, if there is one.
+# Without its own token the head would require the one of the home directory, if there is one.
 RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_MODE RAY_AUTH_TOKEN
 python=$PWD/.venv/bin/python
@@ -114,7 +114,7 @@ run_on 1 env CKPT_PATH="$QUICKSTART_DIR/teacher" RUN_DIR="$private/teacher" AUTH
 
 echo "== training: driver and actor pool on node0, rollout worker on node1"
 rm -rf "$run"
-set -m  # a process group of its own: Ctrl-C reaches the driver once, through this script
+set -m  # a separate process group: Ctrl-C reaches the driver once, through this script
 (on_node 0 "$python" -m recipe_gkd.main_gkd --config-name quickstart trainer.experiment_name=two_nodes \
   ray_init.address="${addresses[0]}:6379" trainer.n_gpus_per_node=2 trainer.total_training_steps=100 \
   actor_rollout_ref.teacher.server_ip="${addresses[1]}" actor_rollout_ref.teacher.auth_dir="$private/keys" "$@") < /dev/null &

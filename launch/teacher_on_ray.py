@@ -60,7 +60,7 @@ def main() -> int:
     variables = forwarded_variables(os.environ, {})
     task = ray.remote(num_gpus=gpus, num_cpus=1, max_retries=-1, runtime_env={"env_vars": variables})(
         keep_running
-    )  # -1: restart it also if its node is lost
+    )  # -1: restart it even if its node is lost
     workers = [task.remote(worker, f"worker {i}") for i in range(args.n_workers)]
     logger.info("requested %d workers with %d GPUs each; settings for trainings:", args.n_workers, gpus)
     logger.info(

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: Name of the command and its arguments. None: those of this process.
+        argv: Name of the command and its arguments. None: the arguments of this process.
 
     Returns:
         Exit status of the command, or 2 if no known command was given. 141 if the reader closed the output earlier.
@@ -57,7 +57,7 @@ def usage() -> str:
     width = max(map(len, COMMANDS)) + 2
     rows = [f"  {name:<{width}}{text}" for name, (_, text) in COMMANDS.items()]
     lines = [f"usage: {PROGRAM} COMMAND [--help] [key=value ...]", "", "commands:", *rows, ""]
-    return "\n".join([*lines, "Training has a module of its own: python -m recipe_gkd.main_gkd --help"])
+    return "\n".join([*lines, "Training has a separate module: python -m recipe_gkd.main_gkd --help"])
 
 
 if __name__ == "__main__":

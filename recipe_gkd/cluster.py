@@ -50,7 +50,6 @@ class ActorReports:
     """Reports of the actor ranks after their set-up.
 
     Attributes:
-        ranks: Report of each rank.
         homes: Nodes of the data-parallel ranks.
     """
 
@@ -75,9 +74,7 @@ class Cluster:
             metrics = await cluster.update(batch)
 
     Attributes:
-        config: Configuration of the run.
         actors: Actor ranks.
-        rollouts: Rollout workers.
         weights: Transfer of weights from the actors to the rollout workers.
         dp_ranks: Data-parallel rank of each actor rank.
         sharding: Division of a batch among the data-parallel ranks.
@@ -113,8 +110,6 @@ class Cluster:
 
         Args:
             data: Data set that the prompts come from.
-            rank: Rank of the rollout worker.
-            prompts: Prompts of the worker.
             step: Step of the batch.
 
         Raises:
@@ -146,8 +141,6 @@ class Cluster:
 
         Args:
             timeout_s: Deadline of the worker for all its prompts.
-            rank: Rank of the rollout worker.
-            prompts: Prompts of the worker.
             step: Version of the weights.
 
         Raises:

@@ -54,6 +54,7 @@ from recipe_gkd.teachers.scoring.setup import start_scoring, warn_about_memory
 from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 from teacher.client import ClientSpec
+from teacher.common.sizes import MIB
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,6 @@ async def start_cluster(
     An error of the body is diagnosed while the workers still run. The raised error has the folder as ``diagnosis``.
 
     Args:
-        config: Configuration of the run.
         device: ``"cuda"`` or ``"cpu"``.
         total_steps: Number of optimizer steps at the end of the run.
         stop_token_ids: Ids at which the teachers end a turn. Responses end there too.
@@ -120,7 +120,6 @@ class _ClusterStart:
         """Create the groups, without workers.
 
         Args:
-            config: Configuration of the run.
             device: ``"cuda"`` or ``"cpu"``.
             arguments: Further arguments of the workers' constructors, by pool.
         """
@@ -190,7 +189,7 @@ class _ClusterStart:
         arguments: Mapping[str, Any],
         own_env: Mapping[str, str] | None = None,
     ) -> ActorHandle:
-        """Start a worker in its slots, with the variables of the run and those of ``own_env``; return its handle."""
+        """Start a worker in its slots, with the variables of the run and of ``own_env``; return its handle."""
         variables = worker_variables(env, environment=os.environ, extra=self._config.ray_init.env_vars)
         variables |= dict(own_env or {})
         own = dict(config=self._config, rank=rank, device=pool.spec.device)
@@ -213,7 +212,7 @@ class _ClusterStart:
         await self._restarts.record_processes(range(len(self._rollouts)))
         spec = WeightSyncSpec(
             tensor_parallel_size=rollout.tensor_model_parallel_size,
-            bucket_bytes=int(rollout.update_weights_bucket_megabytes * (1 << 20)),
+            bucket_bytes=int(rollout.update_weights_bucket_megabytes * MIB),
             timeout_s=timeout_of(self._config, SYNC_TIMEOUT),
             transport=weight_transport(self._config),
             inflight=self._config.trainer.inflight_update,

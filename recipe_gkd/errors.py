@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from teacher.common.causes import causes_of
 from teacher.common.detailed_error import DetailedError
 
 
@@ -66,7 +67,6 @@ class RunFolderInUse(ConfigError):
     Attributes:
         path: The run folder.
         pid: Process id of the driver of the other run. None if it is unknown.
-        host: Name of its host.
     """
 
     path: Path | None = field(default=None, kw_only=True)
@@ -300,10 +300,4 @@ class VocabularyMismatch(ConfigError):
 
 def find_timeout_error(error: BaseException | None) -> DeadlineError | None:
     """Return the first :class:`DeadlineError` with silent workers among ``error`` and its causes, or None."""
-    seen: list[BaseException] = []  # a chain of causes can contain a cycle
-    while error is not None and error not in seen:
-        if isinstance(error, DeadlineError) and error.silent:
-            return error
-        seen.append(error)
-        error = error.__cause__ or error.__context__
-    return None
+    return next((each for each in causes_of(error) if isinstance(each, DeadlineError) and each.silent), None)

@@ -82,7 +82,6 @@ class TrainingPlan:
     """Inputs of a training that were validated before any worker starts.
 
     Attributes:
-        loader: Prompts of the run.
         points: Checkpoints that the run may resume from, in the order of preference. Empty for a new run.
         fresh: Progress of a new run on these data.
         stop_token_ids: Ids at which the teachers end a turn.
@@ -151,7 +150,6 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
     """Validate everything that needs no worker first, so that mistakes fail fast. Then start Ray and train.
 
     Args:
-        config: Configuration of the run.
         stored: The configuration as YAML, which is written to the run folder.
         folder: Locked run folder.
 
@@ -195,7 +193,7 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         write_durably(folder.path / CONFIG, stored)
         with hangup_ignored():
             opened.enter_context(connected_cluster(config))
-        raise_on_signals()  # again, because Ray sets a handler of its own
+        raise_on_signals()  # again, because Ray sets its own handler
         save_before = config.trainer.save_before
         stop = StopRequest(None if save_before is None else duration_s(save_before))
         training = _train(config, plan, teachers, reward_context, folder, stop)
@@ -387,7 +385,7 @@ async def _end_without_actors(error: GkdError, config: Config, cluster: Cluster,
 
 
 def _newest_point(config: Config, checkpoint: Path, plan: TrainingPlan) -> list[ResumePoint]:
-    """Return the newest checkpoint of this run, as a list: ``checkpoint``, or one that the disk completed later."""
+    """Return the newest complete checkpoint in a list; a background save may have finished after ``checkpoint``."""
     checkpoint = newest_complete(checkpoint.parent).folder or checkpoint
     trainer = replace(config.trainer, resume_mode="resume_path", resume_from_path=str(checkpoint))
     return resume_points(replace(config, trainer=trainer), plan.fresh)
@@ -407,7 +405,7 @@ async def _load(config: Config, cluster: Cluster, plan: TrainingPlan, points: Se
         best = read_best(root, config.trainer.best_metric, until=point.progress.step)
         start = ResumeState(point.progress, point.folder, best)
     else:
-        log.info("the weights are those of the model folder", extra=FILE_ONLY | as_event("load", step=0))
+        log.info("the weights come from the model folder", extra=FILE_ONLY | as_event("load", step=0))
         forget_best(root)
         start = ResumeState(plan.fresh)
     if (total_steps := plan.last_step(start.progress)) != plan.last_step(plan.progress):  # not the planned checkpoint

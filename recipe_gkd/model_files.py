@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from recipe_gkd.config.keys import MODEL_PATH
 from recipe_gkd.errors import ModelError
-from teacher.weight_files import INDEX_NAME, find_damaged_weights, open_weights, weight_files
+from teacher.common.weight_files import INDEX_NAME, find_damaged_weights, open_weights, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,8 +33,7 @@ class Student:
     Attributes:
         path: Model folder.
         vocab_size: Number of rows of the output layer.
-        tokenizer: Tokenizer of the student.
-        fingerprint: Hash of the tokenizer's vocabulary; see :mod:`teacher.fingerprint`.
+        fingerprint: Hash of the tokenizer's vocabulary; see :mod:`teacher.common.fingerprint`.
         n_tokens: Number of ids of the tokenizer. Rows of the output layer from ``n_tokens`` on are padding.
     """
 
@@ -166,7 +165,6 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
     """Return the tokenizer of a model folder.
 
     Args:
-        folder: The folder.
         trust_remote_code: True to run the folder's Python code.
 
     Raises:

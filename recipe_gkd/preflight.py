@@ -28,8 +28,8 @@ from recipe_gkd.rollout.sampling import stop_token_ids
 from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
 from recipe_gkd.teachers.vocabularies import check_vocabulary
 from teacher.client import TeacherClient
-from teacher.fingerprint import count_ids, tokenizer_fingerprint
-from teacher.machine_checks import driver_release
+from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
+from teacher.common.machine_checks import driver_release
 from teacher.records import TeacherInfo, TeacherSequence
 
 log = logging.getLogger(__name__)
@@ -78,12 +78,7 @@ def read_student(config: Config) -> Student:
 
 
 def engine_dtype(config: Config, folder: Path) -> str:
-    """Return the data type that vLLM chooses for the rollout engines.
-
-    Args:
-        config: Configuration of the run.
-        folder: Model folder of the student.
-    """
+    """Return the data type that vLLM chooses for the rollout engines."""
     dtype = config.actor_rollout_ref.rollout.dtype
     if dtype != "auto":
         return dtype
@@ -162,11 +157,6 @@ def with_model_path(config: Config, path: Path) -> Config:
 def check_teachers(clients: Mapping[str, TeacherBackend], student: Student, config: Config) -> tuple[int, ...]:
     """Check that every teacher can teach this student.
 
-    Args:
-        clients: Clients by the names of the teachers.
-        student: Student of the run.
-        config: Configuration of the run.
-
     Returns:
         Ids at which any teacher ends a turn, in ascending order.
 
@@ -187,8 +177,6 @@ def check_stop_ids(config: Config, student: Student, teacher_ids: Collection[int
     """Check the ids at which a sampled response ends. A run that samples no response needs none.
 
     Args:
-        config: Configuration of the run.
-        student: Student of the run.
         teacher_ids: Ids at which the teachers end a turn.
 
     Returns:
@@ -262,9 +250,7 @@ def check_teacher_prompts(clients: Mapping[str, TeacherBackend], longest: Mappin
     """Check that the prompts of the teachers leave room for a response.
 
     Args:
-        clients: Clients by the names of the teachers.
         longest: Length of the longest prompt of each teacher that does not see the student's prompts, in tokens.
-        config: Configuration of the run.
 
     Raises:
         ConfigError: A teacher cannot score the longest response after its longest prompt.

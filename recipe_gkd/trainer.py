@@ -98,8 +98,6 @@ def pipeline_config(config: Config, n_replicas: int, max_row_bytes: int | None =
     """Return the settings of the schedule.
 
     Args:
-        config: Configuration of the run.
-        n_replicas: Number of rollout workers.
         max_row_bytes: Limit of the teachers' rows of batches that are not trained on yet. None: no limit.
     """
     settings = config.actor_rollout_ref
@@ -155,11 +153,8 @@ class Trainer:
         """Create a trainer.
 
         Args:
-            config: Configuration of the run.
             cluster: Connected workers. The actors have loaded the weights of ``start``.
             teachers: Clients of the teachers.
-            loader: Prompts of the run.
-            start: State that the run resumes from.
             reward_context: Reward function and validation. None if the run has neither.
         """
         self.config, self.cluster, self.teachers, self.loader = config, cluster, teachers, loader
@@ -182,7 +177,7 @@ class Trainer:
     async def fit(self, stop: StopRequest | None = None) -> None:
         """Train to the last step, and complete the checkpoint of that step if one is due.
 
-        Complete checkpoints are kept, also if the run fails. Incomplete ones are removed.
+        Complete checkpoints are kept, even if the run fails. Incomplete ones are removed.
 
         Args:
             stop: Request to save between steps and to return. It is accepted if the run saves checkpoints.

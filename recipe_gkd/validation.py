@@ -86,8 +86,6 @@ class Validation:
         """Read and tokenize the prompts of ``data.val_files``.
 
         Args:
-            config: Configuration of the run.
-            tokenizer: Tokenizer of the student.
             truth_use: Use of the ground truth by the reward functions.
 
         Raises:
@@ -248,7 +246,6 @@ class ScoredResponse:
 
     Attributes:
         data_source: Data source of the prompt.
-        prompt: Prompt.
         response: Response to the prompt.
         item: Arguments of the reward function.
         reward: Reward of the response. None without a reward function.

@@ -98,5 +98,5 @@ async def measure_kl(pairs: Sequence[Pair], stages: KlStages, *, group_size: int
             for uid, sums in of_rank.items():
                 totals[uid] += sums
         n_tokens += [sample.teacher.n_scored for sample in samples]
-        del samples, groups  # the rows, before those of the next chunk arrive
+        del samples, groups  # the rows, before the rows of the next chunk arrive
     return ResponseKl(np.array(n_tokens, np.int64), np.array(list(totals.values())).reshape(-1, 2))

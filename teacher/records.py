@@ -25,7 +25,7 @@ class TeacherSequence:
         TeacherSequence([9, 8, 7, 5, 6], prompt_len=3)
 
     Attributes:
-        token_ids: Prompt followed by response, int32 [N]. The ids are those of the teacher's tokenizer.
+        token_ids: Prompt followed by response, int32 [N]. The ids are from the teacher's tokenizer.
         prompt_len: Number of prompt tokens, 1 <= prompt_len < N. The other T = N - prompt_len tokens are scored.
     """
 
@@ -103,7 +103,7 @@ class LastToken:
     Attributes:
         id: Id of the token.
         text: Text of the token in the vocabulary.
-        fingerprint: Fingerprint of all tokens with smaller ids; see ``teacher.fingerprint``.
+        fingerprint: Fingerprint of all tokens with smaller ids; see ``teacher.common.fingerprint``.
     """
 
     id: Annotated[int, Integer(0, LIMITS.vocab_size)]
@@ -116,11 +116,10 @@ class ModelInfo:
     """Description of a model. All workers of one service must have the same one.
 
     Attributes:
-        model_name: Name given to the worker.
         vocab_size: Size of the model's output layer.
         n_tokens: Ids of the tokenizer, 0 to n_tokens - 1. The remaining rows of the output layer are padding: they have
             probability 0 and are never returned, and a sequence that contains them is refused.
-        tokenizer_fingerprint: See ``teacher.fingerprint``.
+        tokenizer_fingerprint: See ``teacher.common.fingerprint``.
         max_model_len: Longest sequence (prompt and response) that is scored, in tokens.
         n_logprobs: Largest ``top_k`` of a request.
         engine: Engine, version and dtype, for display.

@@ -49,10 +49,8 @@ class ClientStatus:
     Attributes:
         name: Address, and the last 4 bytes of the ZeroMQ identity in hex.
         waiting_requests: Requests that are not assigned to a worker.
-        waiting_tokens: Tokens of the waiting requests.
         running_requests: Requests that are assigned to a worker.
         oldest_s: Age of the oldest open request in seconds, 0 without one.
-        scored_tokens: Tokens of scored requests.
     """
 
     name: str
@@ -71,8 +69,6 @@ class ServiceTotals:
 
     Attributes:
         scored: Requests that were scored.
-        scored_sequences: Sequences of scored requests.
-        scored_tokens: Tokens of scored requests.
         reply_bytes: Bytes of the replies to scored requests.
         refused: Requests that a worker refused because they cannot be scored.
         expired: Requests whose deadline passed.
@@ -122,7 +118,6 @@ class ServiceStatus:
         last_removal: Reason for the most recent removal of a worker, including sign-offs. "no worker was removed"
             before the first.
         workers: Registered workers.
-        clients: Clients.
         totals: Counts since the start.
     """
 

@@ -32,9 +32,9 @@ from pathlib import Path
 
 import zmq
 
+from teacher.common.memory_trim import MemoryTrimmer
 from teacher.engines.base import ScoringEngine, SleepingEngine
 from teacher.errors import TeacherAsleep, TeacherProtocolError, TeacherRequestError
-from teacher.free_memory import MemoryTrimmer
 from teacher.stall_watchdog import stall_watchdog
 from teacher.stop_signal import Stoppable
 from teacher.wire import protocol

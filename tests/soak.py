@@ -135,7 +135,6 @@ class Soak:
 
     Attributes:
         run: The training.
-        teacher: The teacher service.
         faults: Number of faults by name.
         samples: Values of all measures.
         started: Start, of the monotonic clock.

@@ -3,7 +3,7 @@
     custom_reward_function.path=docs/examples/custom_reward.py data.ground_truth_key=answer
     gkd.use_rl_loss=true actor_rollout_ref.rollout.n=4
 
-The function may take any of these parameters, in any order. It runs in processes of its own, may import any package,
+The function may take any of these parameters, in any order. It runs in its own processes, may import any package,
 and is killed if a call exceeds ``custom_reward_function.timeout_s``.
 """
 

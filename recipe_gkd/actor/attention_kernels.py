@@ -29,7 +29,7 @@ def choose_attention(
     Transformer Engine ignores versions of ``flash-attn`` that it was not tested with, and then stores the scores.
 
     Args:
-        with_transformer_engine: True if the layers are those of Transformer Engine.
+        with_transformer_engine: True if the layers are Transformer Engine's.
         capability: Compute capability of the GPU; None for a CPU.
         dtype: Data type of queries, keys and values.
         head_dim: Width of one head.
@@ -44,7 +44,7 @@ def choose_attention(
 def supports_te_fused(capability: Capability, dtype: torch.dtype, head_dim: int) -> bool:
     """Return True if cuDNN's fused attention trains on packed sequences in Transformer Engine 2.9 to 2.18.
 
-    The conditions are those of ``nvte_get_fused_attn_backend`` (common/fused_attn/fused_attn.cpp) and of
+    The conditions come from ``nvte_get_fused_attn_backend`` (common/fused_attn/fused_attn.cpp) and of
     ``get_attention_backend`` (pytorch/attention/dot_product_attention/utils.py). Elsewhere Transformer Engine would
     store the scores of all heads, [S, S] for each sequence.
     """
@@ -56,7 +56,7 @@ def supports_te_fused(capability: Capability, dtype: torch.dtype, head_dim: int)
 def supports_varlen(capability: Capability, dtype: torch.dtype, head_dim: int) -> bool:
     """Return True if ``torch.nn.attention.varlen`` trains with this type and head width.
 
-    The conditions are those of ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in torch's
+    The conditions come from ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in torch's
     aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
     widest = 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192

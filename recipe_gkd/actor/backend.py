@@ -47,7 +47,7 @@ class BackendReport:
 
 
 class ShardedSave(Protocol):
-    """Files of one checkpoint. The functions that it returns run in processes of their own."""
+    """Planned save of one checkpoint. Its functions run in forked writer processes."""
 
     def shard_functions(self) -> list[Callable[[], list[WriteResult]]]:
         """Copy tensors from a GPU to the host, and return the functions that write this rank's files.
@@ -127,13 +127,12 @@ class Backend(Protocol):
 
         Args:
             norm: Result of :meth:`gradient_norm`.
-            lr: Learning rate of this step.
             optim: Other hyperparameters.
             n_token_ids: Number of token ids. Rows of the vocabulary from this index on remain bitwise unchanged.
         """
 
     def state_tensors(self, state: ActorState) -> Iterable[Tensor]:
-        """Return the tensors of a state on this rank, without scalars and without those of another state.
+        """Return the tensors of a state on this rank, without scalars and without tensors of another state.
 
         Tensors may share storages. A storage has tensors of one state only. Not collective.
 

@@ -42,7 +42,6 @@ def gather_rows(
         query: Queries of this rank's rows, [M, H, D].
         key: Keys, [M, G, D].
         value: Values, [M, G, D].
-        order: Order of the rows.
         group: Context-parallel group. Its size divides H, and it divides G or is a multiple of it.
 
     Returns:
@@ -62,7 +61,6 @@ def scatter_rows(output: Tensor, order: RowOrder, group: ProcessGroup) -> Tensor
 
     Args:
         output: This rank's heads of all rows, in the order of the sequences, [N, H / C, D].
-        order: Order of the rows.
         group: Context-parallel group.
     """
     return _ScatterRows.apply(output, order, group).transpose(0, 1).flatten(1, 2)
@@ -76,7 +74,7 @@ class _Exchange(Protocol):
 
 
 class _GatherRows(torch.autograd.Function):
-    """Exchange, then reorder by sequence. The backward pass is a permutation; that of ``x[rows]`` would be a sum."""
+    """Exchange, then reorder by sequence. The backward pass is a permutation, whereas ``x[rows]`` would need a sum."""
 
     @staticmethod
     def forward(ctx: _Exchange, parts: Tensor, order: RowOrder, group: ProcessGroup) -> Tensor:

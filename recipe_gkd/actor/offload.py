@@ -24,8 +24,9 @@ from recipe_gkd.actor.checkpoint.host_copy import HostCopy, host_copy
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import WorkerError
-from recipe_gkd.runtime.out_of_memory import is_out_of_memory, memory_details, reason_of
-from teacher.free_memory import trim
+from teacher.common.memory_trim import trim
+from teacher.common.out_of_memory import is_out_of_memory, memory_details, reason_of
+from teacher.common.storages import as_bytes
 
 NAMES: dict[ActorState, str] = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer state"}
 SLEEP_LEVEL = key_name(lambda config: config.actor_rollout_ref.rollout.sleep_level)
@@ -101,6 +102,14 @@ class OffloadedStates:
         """Return True if a state leaves the device."""
         return name in self._states
 
+    def host_copy(self, name: ActorState) -> HostCopy | None:
+        """Return the copy of an offloaded state on the host, None if its values are not kept.
+
+        Raises:
+            KeyError: The state is not offloaded.
+        """
+        return self._states[name].copy
+
     def close(self) -> None:
         """Free the host copies. States that are not on the device are lost."""
         for state in self._states.values():
@@ -117,9 +126,9 @@ class _State:
         device: torch.device,
         copy: HostCopy | None,
     ) -> None:
-        self._name, self._tensors_of, self._device, self._copy = name, tensors_of, device, copy
+        self._name, self._tensors_of, self._device, self.copy = name, tensors_of, device, copy
         self._n_users = 0
-        self._storages: list[tuple[UntypedStorage, int]] = []  # those of the host copy, with their bytes
+        self._storages: list[tuple[UntypedStorage, int]] = []  # storages of the host copy, with their bytes
         self._is_away, self._is_copied = False, False
 
     def enter(self, read_only: bool) -> None:
@@ -147,12 +156,12 @@ class _State:
                 keys=self._keys,
             )
         _synchronize(self._device)  # other streams may still read or write
-        if self._copy is not None and not self._is_copied:
+        if self.copy is not None and not self._is_copied:
             try:
-                self._copy.write(storages)
+                self.copy.write(storages)
             except (OSError, RuntimeError, MemoryError) as error:
                 raise WorkerError(
-                    f"the {self._name} of the actor ({self._n_megabytes} MiB) cannot be copied to {self._copy.place}: "
+                    f"the {self._name} of the actor ({self._n_megabytes} MiB) cannot be copied to {self.copy.place}: "
                     f"{type(error).__name__}: {error}",
                     remedy=f"free space there, or set {KEYS[self._name]}=false in the section "
                     "actor_rollout_ref.actor.megatron or fsdp_config",
@@ -170,10 +179,10 @@ class _State:
         try:
             for storage, n_bytes in self._storages:
                 storage.resize_(n_bytes)
-                if self._copy is None:
+                if self.copy is None:
                     as_bytes(storage).zero_()
-            if self._copy is not None:
-                self._copy.read(self._storages)
+            if self.copy is not None:
+                self.copy.read(self._storages)
         except (OSError, RuntimeError, MemoryError) as error:
             is_memory = is_out_of_memory(error)
             reason = f"out of memory ({reason_of(error)})" if is_memory else f"{type(error).__name__}: {error}"
@@ -194,8 +203,8 @@ class _State:
 
     def close(self) -> None:
         self._storages = []
-        if self._copy is not None:
-            self._copy.close()
+        if self.copy is not None:
+            self.copy.close()
 
     @property
     def _keys(self) -> tuple[str, ...]:
@@ -224,7 +233,7 @@ def distinct_storages(tensors: Iterable[Tensor], device: torch.device) -> list[t
 
 
 def state_sizes(tensors_of: Callable[[ActorState], Iterable[Tensor]], device: torch.device) -> dict[str, int]:
-    """Return the bytes of each state that is on the device, by name, for messages about a lack of memory.
+    """Return the bytes of each state that is on the device, by name, for out-of-memory messages.
 
     Args:
         tensors_of: Returns the tensors of a state.
@@ -232,11 +241,6 @@ def state_sizes(tensors_of: Callable[[ActorState], Iterable[Tensor]], device: to
     """
     sizes = {state: sum(n for _, n in distinct_storages(tensors_of(state), device)) for state in KEYS}
     return {NAMES[state]: n_bytes for state, n_bytes in sizes.items() if n_bytes}
-
-
-def as_bytes(storage: UntypedStorage) -> Tensor:
-    """Return a tensor of all bytes of a storage, uint8, which shares its memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -121,7 +121,7 @@ class Layout:
 
     def __str__(self) -> str:
         experts = f"expert {self.ep_size} x expert tensor {self.etp_size}"
-        # Without context parallelism the text is that of earlier checkpoints, which are compared with it.
+        # Without context parallelism the text equals the text in earlier checkpoints, which are compared with it.
         context = f" x context {self.cp_size}" if self.cp_size > 1 else ""
         return f"tensor {self.tp_size}{context} x pipeline {self.pp_size} x data {self.dp_size}, {experts}"
 
@@ -166,7 +166,6 @@ def collective_timeout_s(config: Config, device: str) -> float:
     finds their processes.
 
     Args:
-        config: Configuration of the run.
         device: ``"cpu"`` or ``"cuda"``.
     """
     settings = config.actor_rollout_ref

@@ -37,7 +37,6 @@ class ActorWorker(StudentActor):
         all ranks: shutdown()
 
     Args:
-        config: Configuration of the run.
         total_steps: Step at which the decay of the learning rate ends.
         rank: Global rank.
         world_size: Number of ranks.

@@ -28,7 +28,7 @@ from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointError
 from recipe_gkd.runtime.out_of_memory import MemoryPhase, out_of_memory_explained
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from teacher.free_memory import MemoryTrimmer
+from teacher.common.memory_trim import MemoryTrimmer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,7 +71,6 @@ class StudentActor:
     that :meth:`update` documents, and after a :class:`CheckpointError`.
 
     Args:
-        config: Configuration of the run.
         rank_spec: This process.
         total_steps: Step at which the decay of the learning rate ends.
         n_token_ids: Number of token ids. Larger ids are padding of the output layer and belong to no distribution.
@@ -79,11 +78,13 @@ class StudentActor:
 
     Attributes:
         rank: Global rank.
-        device: Device of the model.
+        writer: Writer of checkpoints. Its ``timeout_s`` is the deadline of all files.
     """
 
     backend: Backend
     """Model, optimizer and checkpoints. Available after :meth:`setup`."""
+    updater: Updater
+    """Computes updates. Available after :meth:`setup`."""
 
     def __init__(
         self, config: Config, rank_spec: RankSpec, *, total_steps: int, n_token_ids: int | None = None
@@ -91,7 +92,7 @@ class StudentActor:
         self._config, self._actor_config = config, config.actor_rollout_ref.actor
         self._rank_spec, self._total_steps, self._n_token_ids = rank_spec, total_steps, n_token_ids
         self.rank, self.device = rank_spec.rank, rank_spec.torch_device
-        self._writer, self._trimmer = CheckpointWriter(self._actor_config.timeout_s), MemoryTrimmer()
+        self.writer, self._trimmer = CheckpointWriter(self._actor_config.timeout_s), MemoryTrimmer()
         self._step = 0
         self._partially_loaded: Path | None = None
 
@@ -110,7 +111,7 @@ class StudentActor:
         started = time.monotonic()
         spec = self._rank_spec if rendezvous is None else replace(self._rank_spec, rendezvous=rendezvous)
         self.backend = build_backend(self._config, spec)
-        self._updater = Updater(self.backend, self._config, self._n_token_ids or self.backend.vocab_size)
+        self.updater = Updater(self.backend, self._config, self._n_token_ids or self.backend.vocab_size)
         self.backend.states.leave()
         layout, report = self.layout, self.backend.report()
         return RankReport(
@@ -171,7 +172,7 @@ class StudentActor:
             step: Optimizer step, counted from 0. It determines the learning rate.
 
         Returns:
-            Metrics of the global batch, equal on all ranks: those of
+            Metrics of the global batch, equal on all ranks: the metrics of
             :func:`~recipe_gkd.actor.objective.loss_metrics.compute_loss_metrics`, ``actor/grad_norm`` before clipping,
             ``actor/lr``, ``actor/micro_batches`` per rank, and ``perf/max_memory_allocated_gb``, the largest peak of a
             rank so far. With ``trainer.oom=split`` also ``actor/oom_splits``, the number of failed attempts of all
@@ -191,7 +192,7 @@ class StudentActor:
         with self.backend.in_use(), self.backend.states.on_device("params", "grads", read_only=True):
             try:
                 with profiled(trainer.profile, Path(trainer.default_local_dir), step=step + 1, rank=self.layout.rank):
-                    metrics = self._updater.update(samples, step, self._total_steps)
+                    metrics = self.updater.update(samples, step, self._total_steps)
             finally:
                 self.backend.free_gradients()
         self._step = step + 1
@@ -243,7 +244,7 @@ class StudentActor:
         n_token_ids = self._n_token_ids or self.backend.vocab_size
         with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
             return continuation_log_probs(
-                self.backend, self._updater, self._config.gkd, continuations, self._step, n_token_ids
+                self.backend, self.updater, self._config.gkd, continuations, self._step, n_token_ids
             )
 
     @_memory_explained("validation")
@@ -257,7 +258,7 @@ class StudentActor:
             step: Number of optimizer steps of the weights, for messages.
 
         Returns:
-            See :data:`~recipe_gkd.actor.objective.kl_sums.KlSums`. The sum over all ranks is that of whole samples.
+            See :data:`~recipe_gkd.actor.objective.kl_sums.KlSums`. The sum over all ranks covers whole samples.
 
         Raises:
             DataError: A sample of this rank is invalid. The actor remains usable, also after the next errors.
@@ -267,7 +268,7 @@ class StudentActor:
         self._ensure_usable()
         n_token_ids = self._n_token_ids or self.backend.vocab_size
         with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
-            return kl_sums(self._updater, self._config.gkd, self.fetch_rows(samples), step, n_token_ids)
+            return kl_sums(self.updater, self._config.gkd, self.fetch_rows(samples), step, n_token_ids)
 
     @_memory_explained("save")
     def save_hf(self, path: str | Path) -> None:
@@ -283,7 +284,7 @@ class StudentActor:
         self._ensure_usable()
         source = Path(self._config.actor_rollout_ref.model.path)
         with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
-            save_hf_folder(self.backend, Path(path), source, self._actor_config.timeout_s)
+            save_hf_folder(self.backend, Path(path), source, self.writer.timeout_s)
 
     @_memory_explained("save")
     def save_checkpoint(self, path: str | Path) -> None:
@@ -306,9 +307,9 @@ class StudentActor:
         with self.backend.in_use():
             # The processes that write have their own view of the memory, so the states may leave at once.
             with self.backend.states.on_device(*_states_of(contents), read_only=True):
-                self._writer.save(Path(path), self.backend, self._step, contents)
+                self.writer.save(Path(path), self.backend, self._step, contents)
             if not options.async_save:
-                self._writer.finish()
+                self.writer.finish()
 
     def finish_saves(self, wait: bool = True) -> bool:
         """Complete the save in the background. Return True if no save is in progress any more.
@@ -321,8 +322,8 @@ class StudentActor:
         """
         with self.backend.in_use():
             if wait:
-                self._writer.finish()
-            return self._writer.finish_if_written()
+                self.writer.finish()
+            return self.writer.finish_if_written()
 
     @_memory_explained("load")
     def load_checkpoint(self, path: str | Path) -> int:
@@ -344,7 +345,7 @@ class StudentActor:
         with self.backend.in_use():
             common = self.backend.check_checkpoint(path, contents)
             self._partially_loaded = path
-            # Also without `optimizer` among the contents: its float32 weights are then those of the loaded model.
+            # Also without `optimizer` among the contents: its float32 weights are then the loaded model's.
             with self.backend.states.on_device("params", "optimizer"):
                 self._step = self.backend.load_checkpoint(path, contents, common)
             self._partially_loaded = None

@@ -1,4 +1,4 @@
-"""Smaller micro-batches after a lack of memory, for ``trainer.oom=split``: the limit of tokens, and its agreement.
+"""Smaller micro-batches after running out of memory, for ``trainer.oom=split``: the limit of tokens, and its agreement.
 
 Every attempt of an update has one vote, which is the only communication between the ranks from the plan of the
 micro-batches to the reduction of the gradient::
@@ -25,7 +25,7 @@ from recipe_gkd.data.samples import Sample
 
 
 class AttemptFailed(Exception):
-    """Lack of memory of another rank, which ends this rank's attempt of an update. It never leaves the updater."""
+    """Another rank ran out of memory; this rank abandons its attempt. It never leaves the updater."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class TokenLimit:
     """Maximum number of tokens per micro-batch in this run.
 
     Attributes:
-        lowered: Limit after a lack of memory; None if there was none.
+        lowered: Limit after running out of memory; None if memory sufficed.
         n_splits: Number of attempts that failed and were repeated.
     """
 

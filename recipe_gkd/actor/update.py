@@ -29,7 +29,9 @@ from recipe_gkd.config.schema import ActorConfig, Config, GkdConfig
 from recipe_gkd.config.teachers import names as teacher_names
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import GkdError, SecondaryFailure, WorkerError
-from recipe_gkd.runtime.out_of_memory import free_frames, is_out_of_memory, out_of_memory_error
+from recipe_gkd.runtime.out_of_memory import free_frames, out_of_memory_error
+from teacher.common.out_of_memory import is_out_of_memory
+from teacher.common.sizes import GIB
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,6 @@ class Updater:
 
     Args:
         backend: Model in training.
-        config: Configuration of the run.
         n_token_ids: Number of token ids. Larger ids are padding of the output layer and belong to no distribution.
 
     Attributes:
@@ -148,7 +149,7 @@ class Updater:
         compute: Callable[[MicroBatchPlan], list[dict[str, Any]]],
         work: str,
     ) -> tuple[MicroBatchPlan, list[dict[str, Any]]]:
-        """Compute micro-batches, with smaller ones after a lack of memory. Collective.
+        """Compute micro-batches, with smaller ones after running out of memory. Collective.
 
         Args:
             samples: Shard of this data-parallel rank.
@@ -237,7 +238,7 @@ class Updater:
         return TokenLimit(lowered=vote.limit, n_splits=self._limit.n_splits + 1)
 
     def _out_of_memory_error(self, error: Exception, work: str) -> WorkerError:
-        """Return the error about a lack of memory. Call it before anything is freed."""
+        """Return the out-of-memory error. Call it before anything is freed."""
         backend, limit = self._backend, self._limit.applied_to(self.config).max_token_len
         sizes = state_sizes(backend.state_tensors, backend.device)
         if self.config.use_dynamic_bsz and not self._gkd.fuse_lm_head:
@@ -265,7 +266,7 @@ class Updater:
         if layout.counts_tokens:
             for report in reports:
                 sums += torch.stack([report["sums"][name] for name in names])
-        own_maxima = {"perf/max_memory_allocated_gb": torch.tensor(_peak_memory_bytes(device) / 2**30)}
+        own_maxima = {"perf/max_memory_allocated_gb": torch.tensor(_peak_memory_bytes(device) / GIB)}
         zero = sums.new_zeros(())
         own_maxima |= {
             name: torch.stack([zero, *(report["maxima"][name] for report in reports)]).max() for name in MAXIMA
@@ -312,7 +313,7 @@ def not_finite_advice(gkd: GkdConfig) -> str:
 
 
 def _can_repeat(error: Exception, vote: Vote) -> bool:
-    """Return True if the error is a lack of memory before the ranks have voted."""
+    """Return True if memory ran out before the ranks voted."""
     return not vote.is_done and not isinstance(error, GkdError) and is_out_of_memory(error)
 
 

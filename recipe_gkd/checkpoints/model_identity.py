@@ -15,7 +15,7 @@ from typing import Any
 
 from recipe_gkd.data.fingerprints import Fingerprint
 from recipe_gkd.errors import ModelError
-from teacher.weight_files import WeightFileError, weight_files
+from teacher.common.weight_files import WeightFileError, weight_files
 
 MAX_SAMPLED_TENSORS = 1024
 """Number of tensors of which bytes are read. A dense model of 80 layers has fewer."""
@@ -35,7 +35,7 @@ def identify_model(folder: Path, tokenizer_fingerprint: str) -> dict[str, str]:
 
     Args:
         folder: Model folder with intact safetensors files.
-        tokenizer_fingerprint: Hash of the tokenizer's vocabulary; see :mod:`teacher.fingerprint`.
+        tokenizer_fingerprint: Hash of the tokenizer's vocabulary; see :mod:`teacher.common.fingerprint`.
 
     Raises:
         ModelError: A file cannot be read.

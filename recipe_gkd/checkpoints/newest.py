@@ -58,7 +58,7 @@ def candidates(root: Path) -> tuple[list[int], str | None]:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint folder, the newest complete one if ``folder`` is that of a run.
+    """Return the checkpoint folder, the newest complete one if ``folder`` belongs to a run.
 
     A line of the log gives the reason if it is not the newest folder, or the file of the latest one cannot be read.
 
@@ -93,5 +93,5 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    """Return True if an existing folder is not that of a checkpoint."""
+    """Return True if an existing folder is not a checkpoint."""
     return folder.is_dir() and not (folder / "trainer.json").exists() and not (folder / "actor").exists()

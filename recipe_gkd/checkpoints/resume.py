@@ -60,7 +60,6 @@ def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
     several entries, because only the actors can find damaged shards.
 
     Args:
-        config: Configuration of this run.
         expected: Progress of a new run on the same data. A checkpoint must fit its data, and with ``auto`` its model.
 
     Returns:
@@ -172,12 +171,12 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
         saved, current = getattr(found, name), getattr(expected, name)
         if saved and current and not can_compare(saved, current):
             log.warning(
-                "%s was made by an older version, so its %s cannot be compared with those of this run", folder, content
+                "%s was made by an older version, so its %s cannot be compared with this run's", folder, content
             )
         elif saved and current and saved != current:
             raise CheckpointMismatch(
                 f"{folder} was made with other {content}: their number is the same, but their fingerprint is {saved}, "
-                f"and that of this run is {current}",
+                f"and this run's is {current}",
                 remedy=f"restore data.train_files and {settings}, or train the model in the checkpoint's huggingface "
                 "folder on the new data: set actor_rollout_ref.model.path to it, trainer.resume_mode=disable, and "
                 "another trainer.default_local_dir",

@@ -58,9 +58,6 @@ class RunFolder:
 def run_folder(config: Config) -> Iterator[RunFolder]:
     """Make the folders of all outputs, and hold the lock of the run folder during the body.
 
-    Args:
-        config: Configuration of the run.
-
     Raises:
         ConfigError: An output cannot be written, or another run uses the folder. The folder is unchanged.
     """
@@ -87,7 +84,6 @@ def check_outputs(config: Config, made: list[Path] | None = None) -> None:
     """Check that all output files can be written, because the failure would otherwise come after hours.
 
     Args:
-        config: Configuration of the run.
         made: List to which the folders that this call makes are appended, parents first.
 
     Raises:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.errors import ConfigError, RunFolderInUse
-from recipe_gkd.runtime.process_id import ProcessId, is_alive, process_id
+from teacher.common.process_id import ProcessId, is_alive, process_id
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ class Owner:
     """Process that holds a lock, as written into the lock file.
 
     Attributes:
-        host: Name of its host.
         process: Its process id and start time.
         since: Time at which it took the lock, in ISO format.
     """

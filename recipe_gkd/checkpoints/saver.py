@@ -123,7 +123,6 @@ class CheckpointSaver:
         """Create a saver without a save in progress.
 
         Args:
-            config: Configuration of the run.
             root: Run folder.
             call_actors: Function that calls a method on every actor rank.
             best: Best record on disk when the run starts.
@@ -154,7 +153,6 @@ class CheckpointSaver:
         """Save a checkpoint.
 
         Args:
-            progress: Progress of the run.
             best: Best record of the run, if this checkpoint is the best one, else None.
 
         Raises:

@@ -70,7 +70,7 @@ class ResumeState:
 
     Attributes:
         progress: Progress at the start.
-        checkpoint: Checkpoint folder with the weights. None: the weights are those of the model folder.
+        checkpoint: Checkpoint folder with the weights. None: the weights of the model folder.
         best: Best record of the run so far.
     """
 

@@ -13,7 +13,6 @@ def config_parser(module: str, description: str | None) -> argparse.ArgumentPars
     Its results are ``config_name``, ``config_dir`` and ``overrides``.
 
     Args:
-        module: Name of the module.
         description: Text of ``--help``.
     """
     return _parser(f"python -m recipe_gkd.{module}", description)
@@ -35,7 +34,7 @@ def _parser(program: str, description: str | None) -> argparse.ArgumentParser:
         "--config-name", default="on_policy_distill_trainer", help="name of a YAML file in the config folder"
     )
     parser.add_argument(
-        "--config-dir", "--config-path", type=caller_path, help="config folder (default: that of the package)"
+        "--config-dir", "--config-path", type=caller_path, help="config folder (default: the package's)"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the YAML file")
     return parser

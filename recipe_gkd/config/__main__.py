@@ -1,6 +1,6 @@
 """Print every config key with its default and its description: ``python -m recipe_gkd.config``.
 
-The defaults are those of ``config/on_policy_distill_trainer.yaml``.
+The defaults come from ``config/on_policy_distill_trainer.yaml``.
 """
 
 from __future__ import annotations

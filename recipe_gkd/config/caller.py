@@ -1,4 +1,4 @@
-"""Relative paths of the command line: they belong to the caller's folder, also if a launch script changes the folder.
+"""Relative paths of the command line: they belong to the caller's folder, even if a launch script changes the folder.
 
 The scripts of ``launch/`` change to the repository, and export the caller's folder. Paths in YAML files stay as they
 are written.

@@ -41,7 +41,7 @@ def config_dir() -> Path:
 
 
 def config_folder(folder: Path | None) -> Path:
-    """Return the absolute path of a config folder. None: that of this package."""
+    """Return the absolute path of a config folder. None: the folder of this package."""
     return (folder or config_dir()).expanduser().resolve()
 
 
@@ -145,7 +145,7 @@ def value_at(values: Any, name: str) -> Any:
 
 
 def check_overrides(overrides: Sequence[str], folder: Path) -> CheckedOverrides:
-    """Check the keys of overrides for the config files in a folder, and translate those of other projects."""
+    """Check the keys of overrides for the config files in a folder, and translate keys of other projects."""
 
     def is_group(name: str) -> bool:
         return any((source / name.replace(".", "/")).is_dir() for source in (folder, config_dir()))

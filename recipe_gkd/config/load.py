@@ -43,7 +43,6 @@ class LoadedConfig:
     """A validated configuration and its source.
 
     Attributes:
-        config: The configuration.
         composed: The same as composed YAML, with unresolved interpolations.
         warnings: Messages about keys that have no effect, and about translated keys of other projects.
     """

@@ -30,7 +30,7 @@ _MODEL = (
 FIXED_FIELDS = {
     **{name: f"it is the key {MEGATRON}.{name}" for name in _KEYS},
     **dict.fromkeys(_DTYPES, f"it follows from the key {MEGATRON}.dtype"),
-    **dict.fromkeys(_MODEL, "the actor and the rollout engine must compute the same model, that of config.json"),
+    **dict.fromkeys(_MODEL, "the actor and the rollout engine must compute the model of config.json"),
     **dict.fromkeys(_RANDOM, "the rollout engine's log-probabilities have no such noise"),
     "calculate_per_token_loss": "the objective is a mean over the global batch",
     "variable_seq_lengths": "sequences are packed",

@@ -56,7 +56,7 @@ class OverrideRules:
     lists: Collection[str] = ()
 
     def check(self, overrides: Sequence[str]) -> CheckedOverrides:
-        """Check the keys of all overrides, and translate those of other projects.
+        """Check the keys of all overrides, and translate keys of other projects.
 
         Args:
             overrides: Overrides of the form ``key=value``.

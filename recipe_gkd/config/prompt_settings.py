@@ -15,7 +15,7 @@ DEFAULT = "default"  # name of the teacher at server_ip:server_port
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """Differences between the prompts of a teacher and those of the student.
+    """Differences between the prompts of a teacher and of the student.
 
     Attributes:
         prompt_key: Column of the teacher's prompts. None: the student's prompts.

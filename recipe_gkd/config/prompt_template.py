@@ -38,7 +38,6 @@ def fill(template: str, values: Mapping[str, str]) -> str:
     """Return the text of a valid template.
 
     Args:
-        template: Template.
         values: Text of each field. Braces in it are not fields.
     """
     parts = string.Formatter().parse(template)

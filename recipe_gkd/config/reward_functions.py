@@ -29,7 +29,7 @@ class RewardFunction:
         path: Python file.
         name: Name of the function in the file.
         weight: Weight of its score in the reward.
-        kwargs: Keyword arguments besides those of the response.
+        kwargs: Keyword arguments in addition to the response's.
     """
 
     label: str

@@ -14,7 +14,6 @@ def startup_timeout_s(config: Config, device: str) -> KeyedTimeout:
     """Return the deadline of each phase of the start, in seconds.
 
     Args:
-        config: Configuration of the run.
         device: ``"cpu"`` or ``"cuda"``.
     """
     configured = config.trainer.startup_timeout_s

@@ -18,7 +18,6 @@ def timeout_of(config: Config, key: str, margin_s: float = 0.0) -> KeyedTimeout:
     """Return the value of a key as a timeout that carries its name.
 
     Args:
-        config: Configuration of the run.
         key: Full name of a key that is a time in seconds.
         margin_s: Time to add.
     """

@@ -33,7 +33,6 @@ class ReadyBatch:
         generated_at: Time of its last response.
         scored_at: Time at which the teacher had scored its last sample.
         samples: Samples in the order of their uids.
-        metrics: Metrics of the step by name.
     """
 
     step: int

@@ -29,8 +29,6 @@ class StoredRows(Protocol):
     """Rows of one data file.
 
     Attributes:
-        path: The file.
-        columns: Names of its columns.
         adds_nulls: True if its format gives each object the fields of all others, with the value null.
     """
 

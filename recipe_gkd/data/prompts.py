@@ -67,7 +67,6 @@ class PromptData:
         Args:
             data_set: Rows with prompts.
             config: Settings of the data.
-            tokenizer: Tokenizer of the student.
             with_references: True to tokenize the reference responses too.
             stop_token_ids: Ids at which a sampled response ends, besides ``tokenizer.eos_token_id``. A reference
                 response that ends with one of them is complete; to others ``tokenizer.eos_token_id`` is appended.

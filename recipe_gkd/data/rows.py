@@ -79,7 +79,7 @@ class Row:
         return nested_value(column, path[1:])
 
     def prompt_at(self, path: ColumnPath) -> str | list[Message] | None:
-        """Return the prompt in another column than that of the student's, None if the row has none."""
+        """Return the prompt in another column than the student's, None if the row has none."""
         value, column = self.value(path), ".".join(path)
         return None if value is None else self._read_prompt(value, column)
 

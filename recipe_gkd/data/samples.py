@@ -182,7 +182,6 @@ class Sample:
     """A scored sample, ready for training.
 
     Attributes:
-        prompt: Prompt.
         response: Response to the prompt.
         teacher: Scores of the teacher.
         teacher_number: Index of the teacher in :func:`recipe_gkd.config.teachers.names`.

@@ -16,7 +16,7 @@ TOLERANCE = 0.02
 
 
 def token_cost(n_tokens: int, n_response_tokens: int) -> float:
-    """Return the number of input tokens: the cost if that of attention is unknown."""
+    """Return the number of input tokens: the cost if the cost of attention is unknown."""
     return float(n_tokens)
 
 

@@ -42,7 +42,6 @@ def tokenize_prompt(
 
     Args:
         prompt: Text, or chat messages in their one form (:mod:`recipe_gkd.data.messages`).
-        tokenizer: Tokenizer of the student.
         where: Row of the prompt, for error messages.
         template: Settings of the chat template.
         tools: Schemas of the tools that the template describes.
@@ -80,7 +79,6 @@ def render_prompt(
 
     Args:
         prompt: Text, or chat messages in their one form.
-        tokenizer: Tokenizer of the student.
         where: Row of the prompt, for error messages.
         template: Settings of the chat template.
         tools: Schemas of the tools that the template describes.
@@ -151,7 +149,6 @@ def tokenize_references(
         data_set: Data set with reference responses.
         rows: Rows whose reference responses are needed.
         config: Settings of the data.
-        tokenizer: Tokenizer of the student.
         end_ids: Ids that end a response. The EOS token is appended to responses that end with another id.
 
     Raises:

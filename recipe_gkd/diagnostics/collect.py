@@ -31,7 +31,7 @@ _RETURN_MARGIN_S = 0.5
 _WRITE_MARGIN_S = 0.5
 """Part of the deadline that is reserved for writing the files."""
 _WRITE_TIMEOUT_S = 2.0
-"""Deadline of writing, which may exceed that of the diagnosis so that collected data is not lost."""
+"""Deadline of writing, which may exceed the deadline of the diagnosis so that collected data is not lost."""
 
 
 async def diagnose(

@@ -106,7 +106,7 @@ def inspect(pids: Sequence[int], log_dir: str, timeout_s: float) -> dict[int, Wo
 
 
 def inspect_workers(pids: Sequence[int], timeout_s: float) -> dict[int, WorkerReport]:
-    """Inspect workers of this Ray node. Arguments and result are those of :func:`inspect`."""
+    """Inspect workers of this Ray node. Arguments and result: see :func:`inspect`."""
     node: Any = ray_worker._global_node
     return inspect(pids, node.get_logs_dir_path(), timeout_s)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from recipe_gkd.diagnostics.node_agent import GONE, WorkerReport
 from recipe_gkd.errors import DeadlineError, find_timeout_error
 from recipe_gkd.ray_cluster.node_probe import ActorLocation
+from teacher.common.sizes import MIB
 
 
 @dataclass
@@ -69,7 +70,7 @@ def _rows(worker: WorkerDiagnostics, call: str) -> list[tuple[str, ...]]:
         return [(worker.label, call, node, str(location.pid), "unknown: its node did not answer", "-")]
     rows: list[tuple[str, ...]] = []
     for i, process in enumerate(worker.report.processes):
-        memory = "-" if process.state == GONE else f"{process.memory_bytes / (1 << 20):.0f} MiB"
+        memory = "-" if process.state == GONE else f"{process.memory_bytes / MIB:.0f} MiB"
         name = worker.label if i == 0 else f"  its child {process.name[:40]}".replace("|", "/")
         rows.append((name, call if i == 0 else "", node, str(process.pid), process.state, memory))
     return rows

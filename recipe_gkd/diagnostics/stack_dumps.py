@@ -57,7 +57,7 @@ def nccl_environment() -> dict[str, str]:
     Without ``TORCH_NCCL_ENABLE_MONITORING=0``, torch ends a process minutes after the failure of any of its groups. A
     failed weight sync, which concerns one group, would then end the actor. All hangs end at a deadline of the driver.
 
-    The names are those of torch 2.13's ``ProcessGroupNCCL.hpp`` and ``FlightRecorder.hpp``. The tests run without a
+    The names come from torch 2.13's ``ProcessGroupNCCL.hpp`` and ``FlightRecorder.hpp``. The tests run without a
     GPU, so a dump by NCCL itself is not tested.
     """
     return {

@@ -14,7 +14,7 @@ update   update, checkpoint         states of the actor            engines sleep
 ======== ========================== ============================== ====================================================
 
 A step is ``sync``, ``generate``, ``score``, ``update``. The phase ``score`` exists only with
-``teacher.sleep_between_batches``; otherwise the teacher has devices of its own. Engines sleep with ``hybrid_engine``
+``teacher.sleep_between_batches``; otherwise the teacher has its own devices. Engines sleep with ``hybrid_engine``
 and a ``rollout.sleep_level`` above 0. States of the ``*_offload`` keys leave the device at the end of each call of the
 actor that needs them (:mod:`recipe_gkd.actor.offload`). The phase ``update`` is entered as soon as all responses are
 complete, so that the transition overlaps with a teacher on other devices.
@@ -87,7 +87,6 @@ def open_devices(
     """Return the devices of a run.
 
     Args:
-        config: Configuration of the run.
         cluster: Connected workers.
         teachers: Clients of the teachers.
         prompts: Token ids of the prompts of the data set, int32 [P] each, with which engines are verified.
@@ -101,7 +100,7 @@ def open_devices(
 
 
 class SeparateDevices:
-    """Devices of which each belongs to one stage.
+    """Devices that no two stages share.
 
     Args:
         cluster: Connected workers.
@@ -141,7 +140,6 @@ class SharedDevices:
     """Devices that stages use in turn; the module has the phases.
 
     Args:
-        config: Configuration of the run.
         cluster: Connected workers. Engines that can sleep do so.
         teachers: Clients of the teachers. With ``teacher.sleep_between_batches`` they sleep.
         ids: Token ids of the fixed request with which engines are verified.
@@ -230,7 +228,7 @@ class SharedDevices:
         self._teacher_is_awake = False
 
     async def _wake_teacher(self) -> None:
-        self._teacher_is_awake = True  # also if the call fails, because other services may be awake
+        self._teacher_is_awake = True  # even if the call fails, because other services may be awake
         with span(self._metrics, "timing/teacher_wake"):
             await self._teachers.wake()
 

@@ -24,7 +24,6 @@ class Engines:
     awake and has no weights, so the transition then begins again.
 
     Args:
-        config: Configuration of the run.
         cluster: Connected workers. Engines that can sleep do so.
         ids: Token ids of the fixed request with which engines are verified.
 
@@ -100,7 +99,7 @@ class Engines:
                     await self._replace(death)
 
     async def _verify(self) -> None:
-        """Compare the log-probabilities of the fixed request with those of the actor."""
+        """Compare the log-probabilities of the fixed request with the actor's."""
         got = await self._rollouts.call(
             RolloutWorker.log_probs, self._ids, timeout_s=self._timeout_s, phase="verification of the rollout engines"
         )

@@ -12,8 +12,8 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import SYNC_TIMEOUT, timeout_of
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.hybrid.turns import DevicePhase
-from recipe_gkd.metrics.steps import GIB
 from recipe_gkd.rollout.ray_worker import RolloutWorker
+from teacher.common.sizes import GIB
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ class PhasePeaks:
     """Peak memory of actor and rollout engine together in each phase.
 
     Args:
-        config: Configuration of the run.
         cluster: Connected workers.
 
     Attributes:

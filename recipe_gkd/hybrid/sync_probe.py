@@ -69,7 +69,6 @@ def probe_contexts(prompts: Sequence[np.ndarray], config: Config) -> list[np.nda
 
     Args:
         prompts: Token ids of the prompts of the data set, int32 [P] each.
-        config: Configuration of the run.
     """
     longest = min(MAX_CONTEXT_TOKENS, engine_length(config) - PROBE_TOKENS)
     if longest < 1:
@@ -85,7 +84,6 @@ class SyncProbe:
     """Comparison of all engines with the actor.
 
     Args:
-        config: Configuration of the run.
         cluster: Connected workers.
         contexts: Result of :func:`probe_contexts`.
     """

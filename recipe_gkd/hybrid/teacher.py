@@ -23,7 +23,6 @@ async def teacher_asleep(config: Config, teachers: Teachers) -> AsyncIterator[No
     Without ``teacher.sleep_between_batches`` nothing happens. A failed wake-up at the end is logged.
 
     Args:
-        config: Configuration of the run.
         teachers: Clients of the teachers.
 
     Raises:

@@ -20,7 +20,7 @@ def request_ids(prompt_ids: Sequence[int]) -> list[int]:
 def largest_difference(
     expected: Sequence[float], got_by_engine: Mapping[str, Sequence[float]], bound: float | None
 ) -> float:
-    """Return the largest mean difference between the actor's log-probabilities and those of an engine.
+    """Return the largest mean difference between the log-probabilities of the actor and of an engine.
 
     Args:
         expected: The actor's log-probabilities.

@@ -115,7 +115,6 @@ class CustomLoss:
         """Return the checked outputs. Loss and metrics are 0 at tokens without a teacher.
 
         Args:
-            inputs: Inputs of the function.
             uids_T: Uid of each token's sample, int64, for error messages; None if the tokens belong to no samples.
 
         Raises:

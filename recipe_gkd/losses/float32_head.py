@@ -56,7 +56,7 @@ def matmul_float32(hidden_TD: Tensor, weight_WD: Tensor, out_TW: Tensor | None =
 
 
 def round_in_place(values_TW: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a matrix in a 16-bit data type, written over the first half of its own memory.
+    """Return a matrix in a 16-bit data type, written over the first half of the same memory.
 
     Row t of the result is written before row 2 t of the matrix, so rows [a, 2 a) can be converted at once when the rows
     before them are done.

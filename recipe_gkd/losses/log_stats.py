@@ -199,7 +199,7 @@ class ShardQuery:
 
 @dataclass(frozen=True, kw_only=True)
 class GatheredStats:
-    """Statistics over all ranks, each less a constant of the row, so that large logits lose no digits.
+    """Statistics over all ranks, each shifted by a per-row constant, to keep precision for large logits.
 
     A function of the outputs that does not depend on these constants has the gradient of the same function of the
     logits.

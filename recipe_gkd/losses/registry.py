@@ -44,7 +44,6 @@ class RegisteredLoss:
         """Return the loss of each position.
 
         Args:
-            inputs: Inputs of the function.
             values: Values by parameter name. Names that the function does not have are ignored. Parameters without a
                 value keep their default.
 

@@ -53,9 +53,6 @@ class ActorMemory:
 def read_actor_memory(config: Config) -> ActorMemory:
     """Return the sizes of the configured student.
 
-    Args:
-        config: Configuration of the run.
-
     Raises:
         ModelError: The student's ``config.json`` cannot be read or is not supported.
         ConfigError: ``lora.target_modules`` names no layer of the student.
@@ -78,7 +75,6 @@ def megatron_states(dims: ModelDims, megatron: MegatronConfig, world_size: int) 
     largest stage is not smaller.
 
     Args:
-        dims: Dimensions of the student.
         megatron: Parallel layout and data type.
         world_size: Number of actor ranks.
     """

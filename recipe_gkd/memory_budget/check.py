@@ -28,7 +28,6 @@ async def check_budget(config: Config, device: str, pools: Sequence[Pool], *, ti
     Has no effect without ``hybrid_engine``. Nodes whose memory cannot be read are not checked.
 
     Args:
-        config: Configuration of the run.
         device: ``"cuda"`` or ``"cpu"``.
         pools: The actor pool, and other pools, which are ignored.
         timeout_s: Deadline of reading the memory of all nodes.

@@ -30,8 +30,8 @@ from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import MemoryBudgetError
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
 from recipe_gkd.rollout.engine_options import EngineOptions
+from teacher.common.sizes import GIB, MIB
 
-GIB, _MEBIBYTE = 1 << 30, 1 << 20
 SLOTS = key_name(lambda config: config.trainer.n_gpus_per_node)
 
 BudgetPhase = Literal["sync", "generate", "update"]
@@ -50,7 +50,7 @@ _ENGINE_WEIGHTS, _KV_CACHE, _BUCKETS = "engine weights", "KV cache", "buckets"
 _PARTS = (*ACTOR_PARTS.values(), _ENGINE_WEIGHTS, _KV_CACHE, _BUCKETS)
 
 _AUTO_BYTES = 2
-"""Size of a weight of an engine with ``dtype=auto``: 16 bits, also if the model's own type is float32."""
+"""Size of a weight of an engine with ``dtype=auto``: 16 bits, even if the model's own type is float32."""
 
 ENGINE_CONTEXT_BYTES = 1 * GIB
 """CUDA context, loaded kernels, and buffers of libraries of an engine, on each GPU. Estimate, not measured.
@@ -71,7 +71,6 @@ class PhaseMemory:
     """Memory that a slot needs in a phase.
 
     Attributes:
-        phase: Name of the phase.
         parts: Bytes by name; the names are those of the table's columns.
     """
 
@@ -102,7 +101,6 @@ class Shortage:
     """Phase that does not fit into a slot.
 
     Attributes:
-        phase: Name of the phase.
         problem: Needed and available memory, as a clause that starts with a verb.
         remedies: Changes of the configuration, those without more slots first.
     """
@@ -160,7 +158,6 @@ def phase_memory(config: Config, device: str, actor: ActorMemory, slot_memory: i
     """Return what a slot holds in each phase.
 
     Args:
-        config: Configuration of the run.
         device: ``"cuda"`` or ``"cpu"``. On a CPU the slots of a node share its memory, so the mean of the pipeline
             stages counts. On CUDA the largest stage counts.
         actor: Sizes of the student.
@@ -211,7 +208,6 @@ def budget_table(config: Config, phases: Sequence[PhaseMemory], slot_memory: int
     """Return the parts of each phase in GiB as an aligned text table.
 
     Args:
-        config: Configuration of the run.
         phases: Result of :func:`phase_memory`.
         slot_memory: Memory of a slot in bytes; None if it is unknown.
     """
@@ -256,7 +252,7 @@ def _bucket_bytes(config: Config, n_weights: int) -> float:
     half full.
     """
     settings = config.actor_rollout_ref
-    half = settings.rollout.update_weights_bucket_megabytes * _MEBIBYTE / 2
+    half = settings.rollout.update_weights_bucket_megabytes * MIB / 2
     return min(half, n_weights * ITEM_BYTES[settings.actor.dtype])
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import psutil
 
+from teacher.common.sizes import MIB
+
 _QUERY_TIMEOUT_S = 60.0
 """Deadline of the query. Without the persistence daemon it takes seconds per GPU."""
-_MEBIBYTE = 1 << 20
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -20,7 +21,6 @@ def slot_memory(device: str, n_slots: int) -> int | None:
     Args:
         device: ``"cuda"`` for the memory of a GPU. If there are more GPUs than slots, the largest are used, and the
             smallest of these counts. ``"cpu"`` for an equal part of the memory that the processes may use.
-        n_slots: Number of slots.
     """
     if device == "cpu":
         return min([psutil.virtual_memory().total, *_cgroup_limits()]) // n_slots
@@ -38,7 +38,7 @@ def nth_largest_gpu(lines: str, n_slots: int) -> int | None:
     sizes = lines.split("\n") if lines else []
     if len(sizes) < n_slots or not all(size.strip().isdigit() for size in sizes):
         return None
-    return sorted((int(size) for size in sizes), reverse=True)[n_slots - 1] * _MEBIBYTE
+    return sorted((int(size) for size in sizes), reverse=True)[n_slots - 1] * MIB
 
 
 def query_gpus(field: str) -> str:
@@ -71,7 +71,7 @@ def _cgroup_limits() -> Iterator[int]:
     for folder, name in folders:
         try:
             limit = (folder / name).read_text(encoding="ascii").strip()
-        except OSError:  # in a container the path of the group is that of the host
+        except OSError:  # in a container the path of the group is the host's
             continue
         if limit.isdigit():
             yield int(limit)

@@ -69,7 +69,7 @@ MEMORY_TB_PER_S: dict[tuple[str, ...], float] = {
     ("RTX", "3090", "TI"): 1.008,
     ("RTX", "3090"): 0.936,
 }
-"""Words of the name -> bandwidth of the device memory in TB/s. The order is that of :data:`PEAKS`."""
+"""Words of the name -> bandwidth of the device memory in TB/s. The order is as in :data:`PEAKS`."""
 
 OTHER_CHIPS = {"MIG", "LAPTOP", "D", "MAX"}
 """Words of the names of devices with fewer units than the one in the table."""

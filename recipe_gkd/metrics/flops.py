@@ -1,10 +1,10 @@
 """Number of floating-point operations of an update, from the dimensions of the model and the lengths of the sequences.
 
-Model FLOPs as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): those of the matrix products that the
+Model FLOPs as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): the FLOPs of the matrix products that the
 equations need, where a product of [m, k] and [k, n] has ``2 m k n``. The backward pass has twice the operations of the
-forward pass: one product for the gradient of the input, one for that of the weights. Not counted are norms, rotary
-embedding, softmax, activation functions and biases (below 1 % together), the loss and the optimizer, and everything
-that is computed twice to save memory: recomputed layers, and the logits of the fused head.
+forward pass: one product for the gradient of the input, one for the gradient of the weights. Not counted are norms,
+rotary embedding, softmax, activation functions and biases (below 1 % together), the loss and the optimizer, and
+everything that is computed twice to save memory: recomputed layers, and the logits of the fused head.
 """
 
 from __future__ import annotations

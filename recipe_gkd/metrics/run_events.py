@@ -40,9 +40,6 @@ class RunEvents(logging.Handler):
     - ``end``: ``status`` (``complete``, ``stopped`` or ``failed``), and ``reason`` except for the first. A run that was
       killed has no end.
 
-    Args:
-        folder: Run folder.
-
     Attributes:
         stopped_by: Cause of an end before the last step, such as ``"SIGTERM"``. None if the training is complete.
     """

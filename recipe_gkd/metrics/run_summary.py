@@ -40,7 +40,7 @@ class RunSummary:
 
         Args:
             step: Number of the step.
-            metrics: Metrics by name. Without ``timing/step`` they are those of a validation only.
+            metrics: Metrics by name. Without ``timing/step`` they belong to a validation.
         """
         if STEP in metrics:
             self._steps.append(step)

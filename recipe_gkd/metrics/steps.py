@@ -22,10 +22,10 @@ from recipe_gkd.metrics.trace import TraceFile
 from recipe_gkd.metrics.utilization import ActorUtilization
 from recipe_gkd.rewards.reporting import mean_numbers
 from recipe_gkd.runtime.clock import now
+from teacher.common.sizes import GIB
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
 TRAINER_WORK = ("timing/update_actor", "timing/validate", "timing/save_checkpoint", "timing/log")
 PARTS_OF_STEP = [*(name for names in WAITS.values() for name in names), *TRAINER_WORK]
 
@@ -35,7 +35,7 @@ class Capacity(Protocol):
 
     @property
     def cores(self) -> float | None:
-        """Number of CPU cores that the pools share. None: the pools have devices of their own."""
+        """Number of CPU cores that the pools share. None: the pools have their own devices."""
 
     def grants(self, actor: PoolSize, rollout: PoolSize) -> bool:
         """Return True if the cluster has room for an actor pool and a rollout pool of these sizes."""
@@ -73,7 +73,6 @@ class StepMetrics:
         """Open the trace file.
 
         Args:
-            config: Configuration of the run.
             n_rollouts: Number of rollout replicas.
             capacity: Free resources of the cluster, for the advice. None: unknown.
             utilization: Computation of ``perf/mfu/actor``. None: the metric is omitted.

@@ -67,10 +67,9 @@ class Timeline:
 
     @contextmanager
     def span(self, track: str, name: str, **args: object) -> Iterator[None]:
-        """Record a span for the duration of the body, also if the body raises.
+        """Record a span for the duration of the body, even if the body raises.
 
         Args:
-            track: Name of the track.
             name: Name of the span, for the sink.
             **args: Properties of the span, for the sink.
         """

@@ -22,7 +22,6 @@ class ActorUtilization:
     """Model FLOPs utilization (MFU) of the actor's devices.
 
     Args:
-        dims: Dimensions of the student.
         pool_tflops: Peak rate of all actor devices together, in TFLOP/s.
     """
 
@@ -35,7 +34,6 @@ class ActorUtilization:
 
         Args:
             config: Configuration of the run. The student's folder exists.
-            device_names: Name of each actor device.
         """
         peak, dtype = config.trainer.device_peak_tflops, config.actor_rollout_ref.actor.dtype
         peaks = {name: peak or peak_tflops(name, dtype) for name in device_names}

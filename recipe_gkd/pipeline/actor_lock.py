@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
 from recipe_gkd.data.batches import ReadyBatch
-from recipe_gkd.pipeline.row_memory import GIB
 from recipe_gkd.pipeline.stages import Sync
 from recipe_gkd.pipeline.state import PipelineState
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
+from teacher.common.sizes import GIB
 
 DRAIN_TIMEOUT_S = 10.0
 """Deadline of the end of canceled stages before the last checkpoint is saved. They usually end within 1 s."""
@@ -135,7 +135,7 @@ class ActorLock:
         return state.config.inflight_update or not state.n_in_flight or generation_left_s < state.last_update_s
 
     def _next_needed_versions(self) -> list[int]:
-        """Return the version that the next batch will need, if it is needed before two more updates; else nothing."""
+        """Return ``[v]`` if the next batch needs weights ``v`` before the update after next, else ``[]``."""
         state = self._state
         if state.config.inflight_update or state.next_step is None or state.next_step > state.actor_version + 2:
             return []

@@ -15,7 +15,6 @@ def assign_prompts(prompts: Sequence[Prompt], n_replicas: int, responses_per_pro
 
     Args:
         prompts: Prompts of a batch.
-        n_replicas: Number of rollout replicas.
         responses_per_prompt: Number of consecutive uids that share a prompt.
 
     Returns:

@@ -12,7 +12,6 @@ class PipelineConfig:
     Attributes:
         max_staleness: Maximum policy lag in optimizer steps: 0 for ``sync``, 1 for ``one_step_off``, 2 for
             ``two_step_off``.
-        n_replicas: Number of rollout replicas.
         capacity: Number of responses that all replicas together generate at the same time. The next batch is dispatched
             when fewer responses are in flight.
         responses_per_prompt: Number of consecutive samples that share a prompt. They go to the same replica.

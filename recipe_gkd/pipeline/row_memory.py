@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-log = logging.getLogger(__name__)
+from teacher.common.sizes import GIB
 
-GIB = 1 << 30
+log = logging.getLogger(__name__)
 
 
 class RowMemory:

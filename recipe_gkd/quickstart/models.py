@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from recipe_gkd.addition.task import ALPHABET, Problem, endless_batches, is_exact
+from recipe_gkd.addition.tokenizer import MAX_LENGTH, build_tokenizer
 from recipe_gkd.errors import ModelError
-from recipe_gkd.quickstart.task import ALPHABET, Problem, endless_batches, is_exact
-from recipe_gkd.quickstart.tokenizer import MAX_LENGTH, build_tokenizer
 
 Role = Literal["teacher", "student", "self_student"]
 WARMUP_STEPS = 20
@@ -136,7 +136,6 @@ def encode(
     """Tokenize whole conversations.
 
     Args:
-        tokenizer: Tokenizer of the models.
         problems: Problems with their answers.
         with_solution: True for prompts that contain the solution.
 
@@ -173,9 +172,6 @@ def greedy_accuracy(
     """Return the fraction of exact answers under greedy decoding. All problems are decoded in one batch.
 
     Args:
-        model: Model.
-        tokenizer: Tokenizer of the model.
-        problems: Problems.
         with_solution: True for prompts that contain the solution.
     """
     ids_RS, prompt_length = encode(tokenizer, problems, with_solution=with_solution)
@@ -206,9 +202,7 @@ def train_into_band(
 
     Args:
         model: Model, trained in place.
-        tokenizer: Tokenizer of the model.
         recipe: Optimizer settings and band.
-        batches: Training problems.
         dev: Problems of the evaluations.
         report: Function that prints a line of progress.
 

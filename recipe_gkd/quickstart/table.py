@@ -31,9 +31,6 @@ MISSING = "-"
 def read_reports(folders: Mapping[str, Path]) -> dict[str, Json]:
     """Return the report of each run.
 
-    Args:
-        folders: Name of a run -> its folder.
-
     Raises:
         DataError: A folder has no complete report.
     """
@@ -56,9 +53,6 @@ def render_table(reports: Mapping[str, Json]) -> str:
     The columns are the accuracy of the student before and after, and of the teacher; seconds of the training command,
     of its steps, and of one update; and the peak
     memory of the largest actor process, and of a slot in each phase of the hybrid engine.
-
-    Args:
-        reports: Name of a run -> its report.
 
     Raises:
         DataError: A report lacks an entry; another version of this project wrote it.

@@ -33,12 +33,10 @@ class ActorRestarts(Generic[W, T]):
     Args:
         actors: Group whose workers are replaced.
         start: Function that starts a new worker of a rank and returns its handle.
-        set_up: Function that sets up all new workers.
         allowed: Maximum number of restarts. 0: none, for ranks that share their devices with other models.
         save_state: Saves the state of all workers because of an error, for a diagnosis, and returns its folder.
 
     Attributes:
-        actors: The group.
         n_restarts: Number of restarts so far.
     """
 

@@ -1,4 +1,4 @@
-"""Resources of the Ray cluster that this run could use: those of its own two pools, and those that are free."""
+"""Resources of the Ray cluster that this run could use: the run's two pools, and free resources."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ from recipe_gkd.config.startup import DEFAULT_STARTUP_TIMEOUT_S, startup_timeout
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.runtime.after_exit import kill_after_this_process
 from recipe_gkd.runtime.keyed_timeout import raise_hint
-from recipe_gkd.runtime.process_id import ProcessId
 from recipe_gkd.runtime.process_trees import kill_trees, tree
 from recipe_gkd.runtime.socket_paths import shorten_socket_paths
 from recipe_gkd.runtime.wait_log import waiting_for
 from recipe_gkd.runtime.worker_variables import RES_OPTIONS
+from teacher.common.process_id import ProcessId
 
 log = logging.getLogger(__name__)
 

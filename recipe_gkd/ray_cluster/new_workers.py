@@ -19,11 +19,9 @@ _POLL_S = 1.0
 
 
 async def set_up_in_new_processes(group: WorkerGroup[object], ranks: Sequence[int], set_up: Awaitable[T]) -> T:
-    """Return the result of the set-up of new workers. It has its own deadline, which is much longer than that of Ray.
+    """Return the result of the set-up of new workers. It has its own deadline, which is much longer than Ray's.
 
     Args:
-        group: Group of the workers.
-        ranks: Ranks of the new workers.
         set_up: Set-up of these workers.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Checks of every node that gets workers, before engines start: :mod:`teacher.machine_checks` on all nodes at once."""
+"""Checks of all nodes that get workers, before engines start; see :mod:`teacher.common.machine_checks`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipe_gkd.ray_cluster.node_probe import run_on_node, session_folder
 from recipe_gkd.ray_cluster.pools import Pool
 from recipe_gkd.runtime.wait_log import waiting
 from recipe_gkd.runtime.worker_variables import forwarded_variables
-from teacher.machine_checks import find_problems
+from teacher.common.machine_checks import find_problems
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,7 @@ async def check_nodes(config: Config, device: str, pools: Sequence[Pool], *, tim
     On a CPU only the disk space is checked. With ``trainer.check_nodes=false`` problems are logged as warnings.
 
     Args:
-        config: Configuration of the run.
         device: ``"cuda"`` or ``"cpu"``.
-        pools: The actor pool and the rollout pool.
-        timeout_s: Deadline of all checks.
 
     Raises:
         ResourceError: A node cannot run workers. The message lists every problem of every node.

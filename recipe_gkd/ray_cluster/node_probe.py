@@ -96,7 +96,7 @@ async def locate(handles: Sequence[ActorHandle]) -> list[ActorLocation]:
 async def run_on_node(node_id: str, function: Callable[[*Ts], T], *args: *Ts) -> T:
     """Return ``function(*args)``, computed on a node.
 
-    On the node of this process it runs in a thread, on any other node in the probe. It has no deadline of its own.
+    On the node of this process it runs in a thread, on any other node in the probe. It has no deadline.
     """
     if node_id == own_node():
         return await in_thread(function, *args)

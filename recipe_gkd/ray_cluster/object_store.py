@@ -1,4 +1,4 @@
-"""Ray's object stores: their use, and whether those of the actor pool can hold the teachers' rows."""
+"""Ray's object stores: their use, and whether the actor pool's stores can hold the teachers' rows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ray._private.state import state as ray_state
 
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.runtime.threads import in_thread
+from teacher.common.sizes import GIB
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
 EVERY_S = 5.0
 """Shortest time between two measurements. One takes 6 ms per node."""
 TIMEOUT_S = 2.0
 
 
 class ObjectStoreUsage:
-    """Metrics of the object stores of all nodes together, measured now and then."""
+    """Metrics of the object stores of all nodes together, measured from time to time."""
 
     def __init__(self) -> None:
         self._measured_at = -EVERY_S

@@ -14,6 +14,7 @@ import psutil
 
 from recipe_gkd.errors import ConfigError, ResourceError
 from recipe_gkd.runtime.remote_group import OnResult
+from teacher.common.sizes import GIB
 
 if TYPE_CHECKING:
     from recipe_gkd.ray_cluster.worker_group import WorkerGroup
@@ -105,8 +106,6 @@ async def collect_device_reports(
     """Return the result of every worker's ``device_report()``. All workers are called at the same time.
 
     Args:
-        groups: Groups of workers.
-        timeout_s: Deadline.
         on_result: Name of a group -> function that is called with the rank of each worker that has answered.
 
     Raises:
@@ -133,7 +132,6 @@ async def environments_of_guests(
     Args:
         actors: Actor ranks, which hold the GPUs (``hybrid_engine``).
         n_guests: Number of rollout workers. Each uses the GPUs of equally many consecutive actor ranks.
-        timeout_s: Deadline.
 
     Raises:
         DeadlineError: An actor worker did not answer.
@@ -162,7 +160,6 @@ def check_devices(reports: Reports, *, is_hybrid: bool = False) -> None:
     """Check that every worker has the GPUs that Ray assigned to it, and that no two workers share one by mistake.
 
     Args:
-        reports: Report of each worker.
         is_hybrid: True if each GPU belongs to one actor worker and one rollout worker (``hybrid_engine``).
 
     Raises:
@@ -199,7 +196,6 @@ def check_transport(reports: Reports, transport: str) -> None:
     """Check that all workers are on one node if weights are sent through its shared memory.
 
     Args:
-        reports: Report of each worker.
         transport: ``actor_rollout_ref.rollout.weight_transport``.
 
     Raises:
@@ -237,5 +233,5 @@ def _check_assigned(label: str, report: DeviceReport) -> None:
 
 
 def _memory(report: DeviceReport) -> str:
-    host = f"{report.host_memory / (1 << 30):.1f} GiB host"
-    return f"{report.device_memory / (1 << 30):.1f} GiB GPU, {host}" if report.device_memory else host
+    host = f"{report.host_memory / GIB:.1f} GiB host"
+    return f"{report.device_memory / GIB:.1f} GiB GPU, {host}" if report.device_memory else host

@@ -75,7 +75,7 @@ class Pool:
 
     Attributes:
         spec: Size of the pool.
-        group: Ray's reservation. Guests have that of the actor pool.
+        group: Ray's reservation. Guests have the reservation of the actor pool.
     """
 
     spec: PoolSpec

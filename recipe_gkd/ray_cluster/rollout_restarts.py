@@ -14,8 +14,8 @@ from recipe_gkd.ray_cluster.new_workers import set_up_in_new_processes
 from recipe_gkd.ray_cluster.node_probe import kill_workers, locate, run_on_node
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime import process_trees
-from recipe_gkd.runtime.process_id import ProcessId
 from recipe_gkd.runtime.run_log import as_event
+from teacher.common.process_id import ProcessId
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

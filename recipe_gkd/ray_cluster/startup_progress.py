@@ -53,7 +53,6 @@ class StartupProgress:
         """Record that all workers of a pool begin an activity.
 
         Args:
-            pool: Name of the pool.
             size: Number of its workers.
             activity: What they do, such as ``"loading the model"``.
 

@@ -9,7 +9,8 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 
 from recipe_gkd.errors import GkdError, SecondaryFailure, WorkerDied, WorkerError
 from recipe_gkd.ray_cluster.node_probe import ActorLocation
-from recipe_gkd.runtime.out_of_memory import ADVICE, advice, is_out_of_memory
+from recipe_gkd.runtime.out_of_memory import ADVICE, advice
+from teacher.common.out_of_memory import is_out_of_memory
 
 _MAX_REASON_CHARS = 1000
 """Ray's text about a node without memory lists the processes of the node."""
@@ -52,7 +53,6 @@ def to_worker_error(
         error: The exception, unwrapped.
         phase: Phase of the call.
         pool: Name of the worker's pool.
-        label: Label of the worker.
         location: Location of the worker. None if the exception is not Ray's, so that it cannot be a death.
         session: Folder of Ray's session on each node.
 

@@ -100,10 +100,7 @@ class WorkerGroup(RemoteGroup[W_co]):
         """Iterate over the items of an async generator method of one worker. The deadline is for the whole stream.
 
         Args:
-            rank: Rank of the worker.
             method: Method of the class.
-            *args: Its arguments.
-            timeout_s: Deadline.
             phase: Name of the phase, for messages.
             n_results: Number of responses in all items together, which are sequences of responses, for the log of
                 waits. 0: the items are something else.
@@ -150,8 +147,6 @@ class WorkerGroup(RemoteGroup[W_co]):
         """Return the error for the user for a failed call of a method of one worker, which was made without this class.
 
         Args:
-            rank: Rank of the worker.
-            phase: Name of the phase.
             error: Error from Ray.
         """
         return await self._to_worker_error(rank, self._actor_id(rank), phase, error)

@@ -50,7 +50,7 @@ def with_advantages(samples: Sequence[Sample], responses_per_prompt: int, *, by_
     The advantage is the reward minus the mean of the group. With ``by_std`` it is divided by the sample standard
     deviation of the group (n - 1 in the denominator) plus :data:`STD_EPSILON`. Equal rewards have advantage 0.
     A response without a reward (``custom_reward_function.on_failure=skip``) has advantage 0 too, and the statistics of
-    its group are those of the other responses.
+    its group cover the other responses.
 
     Args:
         samples: All samples of a batch.

@@ -58,7 +58,7 @@ class Function:
     """A loaded reward function.
 
     Attributes:
-        number: Index of the function among those of the configuration.
+        number: Index of the function in the configuration.
         call: The function.
         bound: Parameter name -> name of the value that it receives.
         settings: Its label, weight and kwargs.

@@ -53,7 +53,6 @@ class RewardItems:
 
     Args:
         config: Names of its columns.
-        tokenizer: Tokenizer of the student.
         require_truth: True to require a ground truth in every row in use.
         truth_use: Use of the ground truth by the reward functions. If it is not required, it is None in data without
             such a column.

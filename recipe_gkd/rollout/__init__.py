@@ -4,10 +4,8 @@
 - ``ray_worker`` has the methods of a worker, and ``update_gate`` stops its generation during a weight update.
 - ``engine`` runs vLLM in one thread. ``engine_options``, ``engine_factory`` and ``engine_requests`` build the engine
   and its requests, and ``sampling`` has the sampling parameters.
-- ``weight_updates`` has the state of an engine's weights, and ``engine_sleep`` that of its memory. ``vllm_calls``,
-  ``vllm_weights``, ``vllm_reload``, ``vllm_sleep`` and ``tensor_checksum`` run in the process of each tensor-parallel
-  rank.
-- ``vllm_compat`` is the only module of the package that imports vLLM.
+- ``weight_updates`` has the state of an engine's weights, and ``engine_sleep`` the state of its memory.
+- ``vllm`` depends on vLLM. Most of it runs in the process of each tensor-parallel rank; ``vllm.compat`` imports it.
 
 Importing this package imports neither vLLM nor Ray.
 """

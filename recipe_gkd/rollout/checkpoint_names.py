@@ -1,4 +1,4 @@
-"""Comparison of the weights that an actor announces with those of the model folder, before the first transfer."""
+"""Comparison of the weights that an actor announces with the weights of the model folder, before the first transfer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recipe_gkd.errors import ModelError, WeightSyncError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from teacher.weight_files import WeightFileError, open_weights, weight_files
+from teacher.common.weight_files import WeightFileError, open_weights, weight_files
 
 _NOT_WEIGHTS = re.compile(
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
@@ -42,7 +42,7 @@ def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_announced(meta: Sequence[TensorMeta], folder: str, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Check that the announced weights are those of the rollout model.
+    """Check that the announced weights match the rollout model.
 
     vLLM joins several weights to one parameter, and does not detect that one of them is missing. The folder may have
     weights that are not trained: a tied output layer, layers after the last one (for multi-token prediction), and
@@ -76,7 +76,7 @@ def check_announced(meta: Sequence[TensorMeta], folder: str, shapes: dict[str, t
         shown = [f"{name} {problem}" for name, problem in islice(problems.items(), _MAX_SHOWN_PROBLEMS)]
         more = [f"and {n_hidden} more"] if n_hidden > 0 else []
         raise WeightSyncError(
-            f"the actor's weights differ from those of the rollout model {folder}: {'; '.join([*shown, *more])}",
+            f"the actor's weights differ from the weights of the rollout model {folder}: {'; '.join([*shown, *more])}",
             remedy="both pools must be built from the same actor_rollout_ref.model.path, and the export must use its "
             "names",
             tensors=tuple(problems),

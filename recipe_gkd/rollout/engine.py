@@ -29,8 +29,9 @@ from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.engine_requests import Deliver, RequestTable, add_log_probs_request, add_request
 from recipe_gkd.rollout.vllm.device_loss import is_device_loss
-from recipe_gkd.runtime.out_of_memory import MemoryPhase, is_out_of_memory, out_of_memory_error
-from teacher.engines.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure
+from recipe_gkd.runtime.out_of_memory import MemoryPhase, out_of_memory_error
+from teacher.common.out_of_memory import is_out_of_memory
+from teacher.common.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm.compat import LLMEngine
@@ -59,9 +60,6 @@ class RolloutEngine:
     engine: every request and every later command then fails with :class:`WorkerDied`, and the worker must be
     replaced. This also holds while the engine's thread hangs because a rank died. Any other exception of a command is
     returned to its caller only.
-
-    Args:
-        options: Options of the engine.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -92,7 +90,6 @@ class RolloutEngine:
         """Add a request for each prompt.
 
         Args:
-            prompts: The prompts.
             params: Keyword arguments of vLLM's ``SamplingParams`` for each prompt.
             deliver: Callback for responses and failures.
 
@@ -240,7 +237,7 @@ class RolloutEngine:
         self._end(
             WorkerDied(
                 f"the rollout engine failed: its process {name} died",
-                remedy="the kernel's log on its node shows if it was killed for lack of memory",
+                remedy="the kernel's log on its node shows if it was killed because memory ran out",
                 process=name,
             )
         )

@@ -11,9 +11,10 @@ from recipe_gkd.errors import GkdError, ModelError, WorkerError
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.limits import check_cpu_budget
-from recipe_gkd.runtime.out_of_memory import ADVICE, Advice, advice, is_out_of_memory, memory_details
+from recipe_gkd.runtime.out_of_memory import ADVICE, Advice, advice
 from recipe_gkd.runtime.scratch import scratch_folder
-from teacher.engines.head_dtype import head_overrides
+from teacher.common.head_dtype import head_overrides
+from teacher.common.out_of_memory import VLLM_START_REFUSAL, is_out_of_memory, memory_details
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm.compat import LLMEngine
@@ -33,7 +34,7 @@ _TOO_SMALL = Advice(
     ),
 )
 _REFUSALS = {
-    "is less than desired GPU memory utilization": Advice(
+    VLLM_START_REFUSAL: Advice(
         f"lower {_UTILIZATION}, end other processes on this device, or offload the states of an actor that shares it",
         (_UTILIZATION,),
     ),
@@ -44,7 +45,7 @@ _REFUSALS = {
 
 
 def build_engine(options: EngineOptions) -> LLMEngine:
-    """Return a new engine in this process; its tensor-parallel ranks are processes of their own.
+    """Return a new engine in this process; its tensor-parallel ranks are separate processes.
 
     Raises:
         ModelError: The model folder has no ``config.json``.
@@ -63,12 +64,12 @@ def build_engine(options: EngineOptions) -> LLMEngine:
 def _start_error(error: Exception, model_path: str) -> WorkerError:
     """Return the error of a failed start, with the keys to change if the memory is the reason."""
     what = f"vLLM could not be started on {model_path}: {type(error).__name__}: {error}"
-    if is_out_of_memory(error):
-        keys = ADVICE["rollout", "start"].keys
-        return WorkerError(what, remedy=advice("rollout", "start"), keys=keys, details=memory_details())
     for text, changes in _REFUSALS.items():
         if text in str(error):
             return WorkerError(what, remedy=changes.text, keys=changes.keys, details=memory_details())
+    if is_out_of_memory(error):
+        keys = ADVICE["rollout", "start"].keys
+        return WorkerError(what, remedy=advice("rollout", "start"), keys=keys, details=memory_details())
     return WorkerError(what, remedy=f"its options are the keys of {ROLLOUT}", keys=(ROLLOUT,))
 
 
@@ -125,7 +126,6 @@ def step_budget(options: EngineOptions, cuda_default: int) -> dict[str, Any]:
     ``LLMEngine`` is 2048 tokens, a quarter or an eighth of the default for its ``LLM`` class.
 
     Args:
-        options: Options of the engine.
         cuda_default: Tokens of a step on CUDA; see :func:`vllm_compat.default_batched_tokens`.
 
     Raises:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from recipe_gkd.config import Config
 from recipe_gkd.rollout.limits import engine_length
-from teacher.engines.head_dtype import wants_float32_head
+from teacher.common.head_dtype import wants_float32_head
 
 _CPU_KV_CACHE_MEBIBYTES = 256
 _UTILIZATION_WITH_FIXED_CACHE = 0.01
@@ -59,7 +59,6 @@ class EngineOptions:
         """Return the options of a configuration.
 
         Args:
-            config: Configuration of the run.
             device: ``"cpu"`` or ``"cuda"``.
             n_tokens: See the attribute.
         """

@@ -14,7 +14,6 @@ class EngineReport:
         dtype: Data type of the model, such as ``bfloat16``.
         head_dtype: Data type of the output layer's computation.
         max_model_len: Maximum number of tokens of a sequence.
-        max_num_batched_tokens: Maximum number of tokens of a step.
         kv_cache_tokens: Size of the KV cache, in tokens.
         seconds: Duration of the start.
     """

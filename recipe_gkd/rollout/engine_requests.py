@@ -57,7 +57,7 @@ class RequestTable:
         self._requests[request_id] = to_log_probs, deliver
 
     def remove(self, request_ids: Sequence[str]) -> list[str]:
-        """Remove requests, and return the ids of those that were in flight."""
+        """Remove requests, and return the ids of the requests that were in flight."""
         return [request_id for request_id in request_ids if self._requests.pop(request_id, None)]
 
     def deliver_finished(self, outputs: Sequence[RequestOutput], version: int) -> None:
@@ -89,9 +89,6 @@ def add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dict
     """Add a prompt to an engine.
 
     Args:
-        engine: The engine.
-        request_id: Id of the request.
-        prompt: The prompt.
         params: Keyword arguments of vLLM's ``SamplingParams``.
         max_len: Maximum length of a sequence, in tokens.
 
@@ -125,9 +122,6 @@ def add_log_probs_request(engine: LLMEngine, request_id: str, ids: Sequence[int]
     computes all positions, and does not read its prefix cache.
 
     Args:
-        engine: The engine.
-        request_id: Id of the request.
-        ids: Token ids.
         max_len: Maximum length of a sequence, in tokens.
 
     Raises:

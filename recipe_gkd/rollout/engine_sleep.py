@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from recipe_gkd.errors import GkdError, WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.rollout.weight_updates import Invalidity, WeightUpdates
-from recipe_gkd.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
+from recipe_gkd.runtime.out_of_memory import out_of_memory_error
+from teacher.common.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm.compat import LLMEngine
@@ -104,7 +105,6 @@ class EngineSleep:
         """Release the memory of the engine. Without effect if it sleeps already.
 
         Args:
-            engine: The engine.
             level: ``rollout.sleep_level``.
 
         Raises:
@@ -135,7 +135,6 @@ class EngineSleep:
         """Allocate a part of the memory again. Without effect if it is allocated.
 
         Args:
-            engine: The engine.
             part: ``"weights"``, or then ``"kv_cache"``.
 
         Raises:
@@ -199,8 +198,7 @@ class EngineSleep:
         except GkdError:
             raise
         except Exception as error:
-            # vLLM's allocator has a text of its own: "CUDA Error: out of memory at ..."
-            if is_out_of_memory(error) or "out of memory" in str(error):
+            if is_out_of_memory(error):
                 failure = out_of_memory_error(error, WorkerDied, pool="rollout", phase="wake-up", worker=self._name)
                 raise failure.replaced(phase=action) from error
             text = f"the call failed: {type(error).__name__}: {error}"

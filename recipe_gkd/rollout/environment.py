@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recipe_gkd.diagnostics.stack_dumps import nccl_environment
-from teacher.engines.vllm_setup import vllm_environment
+from teacher.common.vllm_setup import vllm_environment
 
 _ALWAYS = {
     "VLLM_LOGGING_LEVEL": "WARNING",

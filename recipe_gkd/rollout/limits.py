@@ -17,10 +17,6 @@ VLLM_VOCAB_MULTIPLE = 64
 def check_engine_fits(dims: StudentDims, config: Config) -> None:
     """Check lengths, parallelism and KV cache of ``actor_rollout_ref.rollout`` against the model and the device.
 
-    Args:
-        dims: Dimensions of the student.
-        config: Configuration of the run.
-
     Raises:
         ConfigError: vLLM would reject this combination.
     """

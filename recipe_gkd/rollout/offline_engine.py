@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import numpy as np
 
 from recipe_gkd.errors import ModelError
 from recipe_gkd.rollout.environment import worker_environment
-from teacher.engines.vllm_worker import LogitsCalls
+from teacher.common.vllm_setup import quiet_import
+from teacher.common.vllm_worker import LogitsCalls
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -37,13 +37,12 @@ class OfflineEngineOptions:
     """Settings of an engine.
 
     Attributes:
-        dtype: Data type of the weights, ``"auto"`` for that of the folder.
-        max_model_len: Maximum tokens of a prompt with its response. None: that of the model.
+        dtype: Data type of the weights, ``"auto"`` for the data type of the folder.
+        max_model_len: Maximum tokens of a prompt with its response. None: the model's maximum.
         tensor_parallel_size: Number of GPUs.
         gpu_memory_utilization: Share of each GPU's memory for the engine.
         cpu_cache_bytes: Size of the KV cache on a CPU, in bytes.
         trust_remote_code: Allow code from the folder.
-        seed: Seed of the engine.
     """
 
     dtype: str = "auto"
@@ -64,7 +63,7 @@ class OfflineSampling:
         max_tokens: Maximum number of tokens of a response.
         temperature: 0 for greedy decoding.
         top_p: Probability mass that tokens are sampled from.
-        seed: Seed of the first prompt. Each prompt has a seed of its own.
+        seed: Seed of the first prompt. Each prompt has its own seed.
     """
 
     n: int = 1
@@ -141,9 +140,7 @@ def vllm_engine(folder: Path, options: OfflineEngineOptions, *, n_tokens: int) -
             in training.
     """
     on_gpu = prepare_environment()
-    # vLLM logs and warns during its import, before it reads its own logging level.
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    quiet_import("ERROR")
     from vllm import LLM
 
     memory: dict[str, Any] = {"kv_cache_memory_bytes": options.cpu_cache_bytes}

@@ -30,6 +30,7 @@ from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.spec import TransportAddress
 from recipe_gkd.weight_sync.stats import ReceivedUpdate
+from teacher.common.sizes import MIB
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm.compat import LLMEngine
@@ -52,7 +53,6 @@ class RolloutWorker:
         await worker.shutdown()
 
     Args:
-        config: Configuration of the run.
         rank: Rank in the rollout pool.
         device: ``"cpu"`` or ``"cuda"``.
         stop_token_ids: Ids that end a response, in addition to the model's own; see :func:`sampling_from`.
@@ -116,7 +116,6 @@ class RolloutWorker:
         call, and a generator that is only deleted keeps running.
 
         Args:
-            prompts: The prompts.
             step: Training step, for the seeds.
             sampling: Name of the sampling parameters.
             timeout_s: Deadline of the call; None for ``rollout.timeout_s``, which suits a share of a training batch.
@@ -253,7 +252,7 @@ class RolloutWorker:
                 they stay paused for the next update, and end with :class:`WeightSyncError` if that fails too.
 
         Raises:
-            WeightSyncError: The announced weights are not those of the rollout model, or the engine sleeps.
+            WeightSyncError: The announced weights do not match the rollout model, or the engine sleeps.
             ResourceError: The update does not fit into the memory.
             DeadlineError: The running requests did not finish in time.
         """
@@ -264,7 +263,7 @@ class RolloutWorker:
         try:
             await self._wait(stopped, started, timeout_s, f"v{version} cannot be loaded: it still generates")
             megabytes = self._config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
-            await self._run(lambda engine: self._updates.check_memory(engine, meta, int(megabytes * (1 << 20))))
+            await self._run(lambda engine: self._updates.check_memory(engine, meta, int(megabytes * MIB)))
         except GkdError:
             self._gate.end()
             raise

@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ModelError
-from teacher.engines.eos import declared_eos_ids
+from teacher.common.eos import declared_eos_ids
 
 SamplingName = Literal["train", "validation", "probe"]
 """Parameters of training (``actor_rollout_ref.rollout``), of validation (its ``val_kwargs``), and of the tokens with
 which an engine is verified after a weight sync (:mod:`recipe_gkd.hybrid.sync_probe`)."""
 PROBE_TOKENS = 4
 VALIDATION_STEP = -1
-"""Step in the seeds of validation. It makes them equal at every step, and different from those of training."""
+"""Step in the seeds of validation. It makes them equal at every step, and different from the seeds of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,6 @@ def sampling_from(config: Config, name: SamplingName = "train", *, also_stop_at:
     """Return the sampling parameters of a configuration.
 
     Args:
-        config: Configuration of the run.
         name: ``"train"`` for ``actor_rollout_ref.rollout``, ``"validation"`` for its ``val_kwargs``, ``"probe"`` for
             few tokens from the unchanged distribution.
         also_stop_at: EOS ids of the teachers, at which a response ends in addition to the student's own EOS ids. A base

@@ -27,7 +27,6 @@ class UpdateGate:
     """Gate between generation and weight updates of one worker.
 
     Args:
-        engine: Engine of the worker.
         updates: State of the engine's weights.
     """
 

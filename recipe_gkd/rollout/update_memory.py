@@ -10,9 +10,9 @@ import torch
 
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.errors import ResourceError
-from teacher.engines.cuda_memory import free_cuda_memory
+from teacher.common.cuda_memory import free_cuda_memory
+from teacher.common.sizes import GIB, MIB
 
-_GIB = 1 << 30
 _BUCKET_KEY = key_name(lambda config: config.actor_rollout_ref.rollout.update_weights_bucket_megabytes)
 _BUCKETS_IN_MEMORY = 3
 """Consecutive buckets that can be in memory: one is received, one is loaded, one has the first weights of its layer."""
@@ -39,7 +39,7 @@ class UpdateMemory:
 
     @property
     def double_buffered(self) -> int:
-        """Free memory from which on an update is kept aside until it is complete: twice its size, as a margin."""
+        """Free memory that permits keeping an update aside until it is complete: twice its size, as a margin."""
         return 2 * self.model_bytes
 
     def fits_double_buffered(self, free: int, n_sharing_host: int) -> bool:
@@ -84,20 +84,18 @@ def memory_shortage(
     """Return an error if an update cannot fit, whichever way it is received; None if it may fit.
 
     Args:
-        needed: Memory for the update.
         free: Free memory of the device.
         bucket_bytes: Maximum size of a bucket.
         n_sharing_host: Processes that receive the same update into this memory.
         cache_key: Full name of the key that determines the size of the KV cache.
-        cache_value: Its value.
     """
     if needed.in_place * n_sharing_host <= free:
         return None
     each = f" for each of {n_sharing_host} processes" if n_sharing_host > 1 else ""
     return ResourceError(
-        f"a weight update does not fit into the memory: it needs {needed.in_place / _GIB:.2f} GiB{each} "
-        f"({needed.window_bytes / _GIB:.2f} for buckets, {needed.layer_bytes / _GIB:.2f} for the largest layer; "
-        f"{needed.double_buffered / _GIB:.2f} if it were kept aside), and {free / _GIB:.2f} GiB are free",
-        remedy=f"lower {_BUCKET_KEY} (now {bucket_bytes / (1 << 20):g}) or {cache_key} (now {cache_value})",
+        f"a weight update does not fit into the memory: it needs {needed.in_place / GIB:.2f} GiB{each} "
+        f"({needed.window_bytes / GIB:.2f} for buckets, {needed.layer_bytes / GIB:.2f} for the largest layer; "
+        f"{needed.double_buffered / GIB:.2f} if it were kept aside), and {free / GIB:.2f} GiB are free",
+        remedy=f"lower {_BUCKET_KEY} (now {bucket_bytes / MIB:g}) or {cache_key} (now {cache_value})",
         keys=(_BUCKET_KEY, cache_key),
     )

@@ -124,8 +124,6 @@ class WeightUpdates:
         """Join a transport with all tensor-parallel ranks.
 
         Args:
-            engine: The engine.
-            address: The transport.
             first_rank: Transport rank of the first tensor-parallel rank.
             timeout_s: Deadline of each update.
 
@@ -141,7 +139,6 @@ class WeightUpdates:
         """Check that an update fits into the free memory of all ranks. Has an effect once for each transport.
 
         Args:
-            engine: The engine.
             meta: Tensors of the update, in order.
             bucket_bytes: Maximum size of a bucket.
 
@@ -169,7 +166,6 @@ class WeightUpdates:
         """Receive an update and verify its checksum.
 
         Args:
-            engine: The engine.
             version: Version of the weights.
             meta: Tensors of the update, in order.
             bucket_bytes: Maximum size of a bucket.
@@ -250,7 +246,7 @@ def _reasons(errors: Sequence[GkdError]) -> str:
 
 
 def _joined(errors: Sequence[GkdError], *, is_unusable: bool) -> WorkerDied | WeightSyncError:
-    """Return one error for the failures of all ranks. Phase, worker and remedy are those of the first."""
+    """Return one error for the failures of all ranks. Phase, worker and remedy come from the first."""
     first, what = errors[0], _reasons(errors)
     details = tuple(dict.fromkeys(line for error in errors for line in error.details))
     if is_unusable:

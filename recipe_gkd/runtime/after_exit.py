@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterable
 
-from recipe_gkd.runtime.process_id import ProcessId
+from teacher.common.process_id import ProcessId
 
 KILL_GRACE_S = 5
 """Time that processes get to exit before :func:`kill_after_this_process` kills them."""
@@ -63,7 +63,6 @@ def kill_after_this_process(processes: Iterable[ProcessId], argument: str = "") 
     """Kill the processes that still run :data:`KILL_GRACE_S` after the end of this process.
 
     Args:
-        processes: Processes.
         argument: Part of the command line of further processes, which may start later.
     """
     pattern = re.sub(r"([][.*^$\\])", r"\\\1", argument[1:])

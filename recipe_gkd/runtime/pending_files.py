@@ -1,4 +1,4 @@
-"""Whole files that a run writes now and then, on a disk that may be full or unreachable for some time."""
+"""Whole files that a run writes occasionally, on a disk that may be full or unreachable for some time."""
 
 from __future__ import annotations
 

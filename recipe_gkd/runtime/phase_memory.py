@@ -6,8 +6,10 @@ import resource
 from contextlib import suppress
 from pathlib import Path
 
+from teacher.common.proc_files import STATUS, read_bytes
+from teacher.common.sizes import KIB
+
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_STATUS = Path("/proc/self/status")
 _RESET_PEAK_RSS = "5"  # see proc(5)
 
 
@@ -45,8 +47,5 @@ def peak_bytes(device: str) -> int:
         free, total = torch.cuda.mem_get_info(torch.device(device))
         returned = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
         return total - free + returned
-    with suppress(OSError):
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # without /proc: the peak since the start
+    peak = read_bytes(STATUS, "VmHWM")
+    return peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB  # without /proc: the peak since the start

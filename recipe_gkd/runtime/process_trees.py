@@ -11,7 +11,7 @@ from contextlib import suppress
 import psutil
 
 from recipe_gkd.runtime import scratch
-from recipe_gkd.runtime.process_id import ProcessId, age_s, boot_id, is_alive, process_id
+from teacher.common.process_id import ProcessId, age_s, boot_id, is_alive, process_id
 
 
 def tree(pids: Sequence[int]) -> list[ProcessId]:
@@ -29,7 +29,7 @@ def tree(pids: Sequence[int]) -> list[ProcessId]:
 
 
 def kill_trees(processes: Sequence[ProcessId], timeout_s: float) -> list[int]:
-    """Kill ``processes`` and all descendants of those that still run.
+    """Kill ``processes`` and all descendants of the processes that still run.
 
     Returns:
         Pids of the processes that still run after ``timeout_s``.

@@ -76,7 +76,6 @@ class RemoteGroup(ABC, Generic[W_co]):
 
         Args:
             method: Method of the class, such as ``ActorWorker.update``.
-            *args: Its arguments.
             timeout_s: Deadline of the whole call.
             phase: Name of the phase, for errors.
             on_result: See :data:`OnResult`.

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from recipe_gkd.runtime.after_exit import run_after_this_process
-from recipe_gkd.runtime.process_id import ProcessId, boot_id, is_alive, process_id
+from teacher.common.process_id import ProcessId, boot_id, is_alive, process_id
 
 _PREFIX = "gkd"
 """Prefix of folder names. Names are short because the folders contain sockets, whose paths may have 107 characters."""
@@ -36,7 +36,7 @@ def scratch_folder() -> Path:
 
 def folders_of(pid: int) -> list[Path]:
     """Return the private folders of processes with this pid, in this boot and pid namespace."""
-    return [folder for folder in _parent().glob(f"{_PREFIX}_{_machine()}_{pid}_*") if _is_private(folder)]
+    return [folder for folder in _parent().glob(f"{_PREFIX}_{machine()}_{pid}_*") if _is_private(folder)]
 
 
 def remove_folders_of(process: ProcessId) -> None:
@@ -48,7 +48,7 @@ def remove_folders_of(process: ProcessId) -> None:
 
 @cache
 def _make(pid: int) -> Path:
-    _remove_stale()
+    remove_stale()
     process = process_id(pid)
     assert process is not None
     folder = tempfile.mkdtemp(prefix=_prefix(process), dir=_parent())
@@ -56,9 +56,9 @@ def _make(pid: int) -> Path:
     return Path(folder)
 
 
-def _remove_stale() -> None:
+def remove_stale() -> None:
     """Remove folders of ended processes of this boot and pid namespace. They remain if the watcher was killed too."""
-    for folder in _parent().glob(f"{_PREFIX}_{_machine()}_*"):
+    for folder in _parent().glob(f"{_PREFIX}_{machine()}_*"):
         with suppress(ValueError, IndexError):
             pid, start_ticks = folder.name.split("_")[2:4]
             if not is_alive(ProcessId(boot_id(), int(pid), int(start_ticks, 16))) and _is_private(folder):
@@ -74,10 +74,10 @@ def _is_private(folder: Path) -> bool:
 
 
 def _prefix(process: ProcessId) -> str:
-    return f"{_PREFIX}_{_machine()}_{process.pid}_{process.start_ticks:x}_"
+    return f"{_PREFIX}_{machine()}_{process.pid}_{process.start_ticks:x}_"
 
 
-def _machine() -> str:
+def machine() -> str:
     """Return a hash of this boot and pid namespace. Other machines or containers may share the temporary folder."""
     return f"{binascii.crc32((boot_id() + os.readlink('/proc/self/ns/pid')).encode()):08x}"
 

@@ -75,7 +75,7 @@ async def run_until_terminated(
         if not received and number in SAVING_SIGNALS and stop_request.request(name):
             return
         if not received:
-            log.warning("%s: the run shuts down in order; send a second signal to end it without waiting", name)
+            log.warning("%s: shutting down gracefully; repeat the signal to stop now", name)
         received.append(number)
         task.cancel()
 
@@ -103,7 +103,7 @@ async def run_until_terminated(
 def hangup_ignored() -> Iterator[None]:
     """Let processes that are started in the body, and their children, ignore SIGHUP.
 
-    A terminal that goes away sends it to all of them. Then the driver could no longer close them in order.
+    A terminal that goes away sends it to all of them. Then the driver could no longer close them gracefully.
     """
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

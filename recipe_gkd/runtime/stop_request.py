@@ -110,7 +110,7 @@ class StopRequest:
         return None
 
     def _requests(self) -> list[asyncio.Future[None]]:
-        """Return what completes with the request, if one is accepted now."""
+        """Return the future that a stop request resolves, in a list; empty while requests are not accepted."""
         return [self._requested] if self._requested is not None else []
 
     async def until_requested(self, items: AsyncIterable[T]) -> AsyncIterator[T]:

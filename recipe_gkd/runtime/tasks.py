@@ -89,7 +89,7 @@ class FirstErrorTaskGroup:
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """Await ``work`` to its end, even if the caller is canceled. The cancellation is raised afterwards.
 
-    Use it for cleanup that has deadlines of its own.
+    Use it for cleanup that has its own deadlines.
     """
     task = asyncio.ensure_future(work)
     cancellation: asyncio.CancelledError | None = None

@@ -96,7 +96,7 @@ class WaitLog:
         while True:
             with self._changed:
                 self._changed.wait(self._take_pause_s(time.monotonic()))
-                due = self._take_due(time.monotonic())
+                due = self.take_due(time.monotonic())
             for waits in due:  # without the lock: a console can block
                 log.info("%s", _line(waits))
 
@@ -105,7 +105,8 @@ class WaitLog:
         due = [self._due_at(waits) for waits in self._by_phase().values()]
         return max(0.0, min(due) - now) if due else None
 
-    def _take_due(self, now: float) -> list[list[_Wait]]:
+    def take_due(self, now: float) -> list[list[_Wait]]:
+        """Return the waits of each phase whose line is due at ``now``, and take the line as logged."""
         due = [waits for waits in self._by_phase().values() if self._due_at(waits) <= now]
         self._logged_at |= {waits[0].phase: now for waits in due}
         return due
@@ -123,7 +124,7 @@ class WaitLog:
 
 
 def _line(waits: list[_Wait]) -> str:
-    """Return the line about all waits of a phase. Age and deadline are those of the oldest."""
+    """Return the line about all waits of a phase. Age and deadline belong to the oldest."""
     oldest = waits[0]
     missing: dict[str, int] = {}
     for wait in waits:

@@ -1,6 +1,6 @@
 """Environment variables of the driver and of ``ray_init.env_vars`` that every worker gets.
 
-Workers of a running cluster inherit the environment of ``ray start`` on their node, not that of the driver. Therefore
+Workers of a running cluster inherit the environment of ``ray start`` on their node, not the driver's. Therefore
 the variables of the libraries below are sent with each worker.
 """
 

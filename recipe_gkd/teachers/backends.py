@@ -90,7 +90,6 @@ async def result_within(result: Awaitable[R], timeout_s: float, name: str) -> R:
     Args:
         result: Awaitable of the backend's future.
         timeout_s: Deadline that the backend received, in seconds.
-        name: Name of the teacher.
 
     Raises:
         TeacherTimeout: The future was not done :data:`RESULT_MARGIN_S` after the deadline.

@@ -233,7 +233,6 @@ def check_results(label: str, sequences: Sequence[TeacherSequence], scored: obje
 
     Args:
         label: Key and class, for the error.
-        sequences: Sequences of the request.
         scored: Result of the user's future.
 
     Raises:

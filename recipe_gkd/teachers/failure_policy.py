@@ -47,7 +47,7 @@ class FailurePolicy:
     """Sender of requests that handles their failures. One instance serves all teachers of a run.
 
     Attributes:
-        n_skipped: Skipped samples of the run, including those of batches in flight.
+        n_skipped: Skipped samples of the run, including samples of batches in flight.
         last_error: Error of the last skipped request.
     """
 
@@ -66,7 +66,7 @@ class FailurePolicy:
             request: Description of the request.
 
         Raises:
-            TeacherError: The error ends the run. ``step``, ``teacher`` and ``samples`` are those of the request.
+            TeacherError: The error ends the run. ``step``, ``teacher`` and ``samples`` describe the request.
         """
         try:
             return await self._send(send_request, request)
@@ -195,7 +195,6 @@ def of_several_requests(last: TeacherError, what: str, *, option: str, remedy: s
     """Return an error of the class of the last one, without the place of its request. ``details`` has the last error.
 
     Args:
-        last: Error of the last request.
         what: Summary of all failures.
         option: Configuration key that can be changed.
         remedy: What the user can do.

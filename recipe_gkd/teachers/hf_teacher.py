@@ -27,10 +27,10 @@ import torch
 from recipe_gkd.config.keys import TEACHER, key_name
 from recipe_gkd.teachers.chunked_model import ChunkedModel
 from teacher import PROTOCOL_VERSION, check_sequences, check_temperature
-from teacher.engines.checkpoint import read_checkpoint
-from teacher.engines.tokenizer import count_tokens, load_tokenizer
+from teacher.common.checkpoint import read_checkpoint
+from teacher.common.fingerprint import last_tokens, tokenizer_fingerprint
+from teacher.common.tokenizer import count_tokens, load_tokenizer
 from teacher.errors import TeacherClosed, TeacherError, TeacherRequestError, TeacherSetupError, TeacherTimeout
-from teacher.fingerprint import last_tokens, tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 
 log = logging.getLogger(__name__)

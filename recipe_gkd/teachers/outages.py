@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.schema import TeacherConfig
 from recipe_gkd.runtime.clock import now
+from teacher import ServiceStatus
 from teacher.client import TeacherClient
 from teacher.errors import TeacherError, TeacherUnavailable
-from teacher.status import ServiceStatus
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ class OutageMonitor:
         Canceling the awaiting task cancels the request.
 
         Args:
-            teacher: Name of the teacher.
             request: Awaitable of its result.
 
         Raises:

@@ -42,7 +42,7 @@ class TeacherPrompts:
 
     Attributes:
         ids: Token ids of the teacher's prompt for each prompt of the data set, int32 [P]. None: the student's prompt.
-        longest: Length of the longest prompt of each teacher that has one of its own, in tokens, by name.
+        longest: Length of the longest prompt of each teacher with its own prompt, in tokens, by name.
         fingerprint: Hash of what the prompts are made from.
     """
 
@@ -59,8 +59,6 @@ def make_teacher_prompts(
     Args:
         data: Tokenized prompts of the student.
         routes: Teacher of each row.
-        config: Configuration of the run.
-        tokenizer: Tokenizer of the student.
 
     Returns:
         None if every teacher sees the student's prompts.

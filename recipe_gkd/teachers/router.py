@@ -89,7 +89,6 @@ class Teachers:
         """Create the router without requests in flight.
 
         Args:
-            config: Configuration of the run.
             routes: Teacher of each row.
             clients: Backend of each teacher that has rows, by name.
             outages: Monitor of the same backends, or None for no warnings.
@@ -102,7 +101,7 @@ class Teachers:
         self._request_times: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
 
     def for_data(self, routes: Routes) -> Teachers:
-        """Return a router of the same clients for another data set, with a failure budget of its own.
+        """Return a router of the same clients for another data set, with its own failure budget.
 
         Args:
             routes: Teacher of each row of that data set.

@@ -46,7 +46,6 @@ def read_routes(data_set: DataSet, config: Config) -> Routes:
     A run without a teacher has empty routes.
 
     Args:
-        data_set: Data set.
         config: Configuration with the teachers and ``route_key``.
 
     Raises:

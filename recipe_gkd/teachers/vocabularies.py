@@ -12,7 +12,7 @@ from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.schema.teacher import TeacherVocabulary
 from recipe_gkd.errors import VocabularyMismatch
 from recipe_gkd.model_files import Student
-from teacher.fingerprint import count_ids, last_tokens
+from teacher.common.fingerprint import count_ids, last_tokens
 from teacher.records import LastToken, TeacherInfo
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ def check_vocabulary(label: str, info: TeacherInfo, student: Student, accepted: 
     Args:
         label: Teacher, for messages.
         info: Description of the teacher.
-        student: Student of the run.
         accepted: ``teacher.vocabulary``.
 
     Returns:

@@ -22,10 +22,6 @@ def with_worker_count(config: Config, clients: Mapping[str, TeacherBackend]) -> 
     None becomes the number of workers that the services have now, or 1 without a service. A number is kept, and a
     warning is logged if the services have another one.
 
-    Args:
-        config: Configuration of the run.
-        clients: Backends by the names of the teachers.
-
     Raises:
         TeacherError: A service cannot be reached, or has no worker within `HELLO_TIMEOUT_S`.
     """

@@ -63,7 +63,7 @@ def plan_buckets(meta: Sequence[TensorMeta], bucket_bytes: int) -> list[Bucket]:
 
     Args:
         meta: Tensors of one update.
-        bucket_bytes: Maximum size of a bucket. A larger tensor gets a bucket of its own.
+        bucket_bytes: Maximum size of a bucket. A larger tensor gets its own bucket.
 
     Raises:
         WeightSyncError: A dtype is not a torch dtype, or a name occurs twice.

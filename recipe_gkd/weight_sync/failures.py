@@ -10,7 +10,7 @@ from recipe_gkd.errors import DeadlineError, GkdError, WeightSyncError
 def merge_deadline_errors(errors: Sequence[BaseException]) -> DeadlineError | None:
     """Return one error that names all workers which did not answer, None if no error names any.
 
-    Phase and waiting time are those of the first error. A worker that one error names as silent does not count as
+    Phase and waiting time come from the first error. A worker that one error names as silent does not count as
     answered by another.
     """
     late = [error for error in errors if isinstance(error, DeadlineError) and error.silent]

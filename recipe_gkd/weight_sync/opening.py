@@ -115,7 +115,7 @@ class _Heartbeats:
         self._last: dict[int, tuple[Any, float]] = {rank: (None, time.monotonic()) for rank in peers.others}
 
     def exchange(self) -> None:
-        """Publish a heartbeat, and read those of the other ranks."""
+        """Publish a heartbeat, and read the heartbeats of the other ranks."""
         peers, self._n_sent = self._peers, self._n_sent + 1
         try:
             peers.mailbox.publish(_TOPIC, str(self._n_sent))

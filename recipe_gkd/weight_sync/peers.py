@@ -98,7 +98,7 @@ class PeerGroup:
             text: Message to the others. Rank 0 publishes its own after it has collected all others.
 
         Returns:
-            Messages by rank: on rank 0 those of all other ranks, elsewhere the message of rank 0.
+            Messages by rank: on rank 0 the messages of all other ranks, elsewhere the message of rank 0.
 
         Raises:
             WeightSyncError: A rank reported a failure, or the group is closed.

@@ -52,7 +52,6 @@ class PrivateGroup:
 
     Args:
         store: Store of the transport.
-        rank: This rank.
         world: Number of ranks.
         device: Device of the transferred tensors.
         timeout_s: Deadline of an update.
@@ -132,7 +131,7 @@ class PrivateGroup:
 class _InterruptibleStore(dist.Store):
     """Access of a group to the store of a transport, with waits that can be interrupted.
 
-    A wait of torch's own client blocks all other threads that use the client. A client of its own would be one more
+    A wait of torch's client blocks all other threads that use the client. A separate client would be one more
     connection for each rank.
 
     Args:

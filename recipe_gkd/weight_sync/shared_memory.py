@@ -1,6 +1,6 @@
 """Mappings of host memory that several processes share, pinned if a GPU copies from or to them.
 
-Without pinning, the driver copies through a small buffer of its own, several times slower than the bus.
+Without pinning, the driver copies through its own small buffer, several times slower than the bus.
 """
 
 from __future__ import annotations

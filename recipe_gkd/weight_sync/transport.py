@@ -42,7 +42,6 @@ class Transport:
 
     Args:
         store: Rank 0's store, or a client of it.
-        rank: This rank.
         labels: Names of all ranks in error messages.
         device: Device of the buckets.
         timeout_s: Time for all waits of one update together, and for the constructor.

@@ -26,7 +26,6 @@ class Call(ABC, Generic[R]):
         description: Subject of error messages, such as ``"scoring 8 sequences"``.
         timeout_s: Time limit of the whole call, in seconds.
         deadline: End of the time limit, in `time.monotonic` seconds. It applies to all requests of the call.
-        n_requests: Number of requests.
         future: Result of the call.
         request_ids: Ids of the requests. They are consecutive, and empty before the call is started.
         is_resolved: True once the future has a result or an error, or its cancellation is confirmed.

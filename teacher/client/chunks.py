@@ -1,4 +1,4 @@
-"""Split a submission into chunks, each a request of its own, and join the replies in the original order.
+"""Split a submission into chunks, each a separate request, and join the replies in the original order.
 
 Chunks let the service balance work by tokens. Several workers share one submission, short sequences do not wait for
 long ones of the same submission, and a worker that dies loses little work.
@@ -28,7 +28,7 @@ _BYTES_PER_LOGPROB = 8  # float32 log-probability and int32 token id
 def split_request(lengths: Sequence[int], chunk_tokens: int = CHUNK_TOKENS) -> list[range]:
     """Return ranges of consecutive sequences with at most ``chunk_tokens`` tokens each.
 
-    A sequence that is longer than ``chunk_tokens`` becomes a chunk of its own.
+    A sequence that is longer than ``chunk_tokens`` becomes its own chunk.
 
     Args:
         lengths: Number of tokens of each sequence.

@@ -115,7 +115,7 @@ class TeacherClient:
             top_k: Number of log-probabilities per position, or None for all that the teacher returns.
             wire_dtype: Type of the log-probabilities on the wire. ``float16`` saves a quarter of the bytes (ids stay
                 int32) and has a relative error of at most 2^-11.
-            n_connections: Number of connections, over which calls are distributed in turn. Each has threads of its own
+            n_connections: Number of connections, over which calls are distributed in turn. Each has its own threads
                 for encryption and decoding. The service counts and schedules each as a client.
 
         Raises:
@@ -260,7 +260,7 @@ class TeacherClient:
     def restrict_ids(self, n_ids: int) -> None:
         """Exclude the ids from ``n_ids`` on from the distributions of all further requests.
 
-        The logits of these ids are excluded before the softmax, so that log-probabilities are those of a model without
+        The logits of these ids are excluded before the softmax, so that the log-probabilities are as of a model without
         them. Use it for a student whose vocabulary is the first part of the teacher's. The service refuses requests
         with an excluded id, and ``n_ids`` outside of its range.
 

@@ -42,7 +42,7 @@ def add_auth_dir(parser: argparse.ArgumentParser, text: str) -> None:
 def add_service(parser: argparse.ArgumentParser, *, timeout_s: float) -> None:
     """Add address, keys and time limit of the service to query."""
     parser.add_argument("--server-ip", default="127.0.0.1")
-    # argparse converts a default that is text, so that a wrong value is reported like that of the flag.
+    # argparse converts a default that is text, so that a wrong value is reported like a wrong flag.
     default_port = os.environ.get("PROXY_FRONTEND_PORT") or str(FRONTEND_PORT)
     text = "the proxy's port for clients; PROXY_FRONTEND_PORT, if set, is the default"
     parser.add_argument("--port", type=port, default=default_port, help=text)

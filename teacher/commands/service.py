@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from teacher.commands.arguments import add_auth_dir, add_command, port, positive, seconds
+from teacher.common.head_dtype import HEAD_DTYPES
 from teacher.engines import EngineConfig, load_engine
-from teacher.engines.head_dtype import HEAD_DTYPES
 from teacher.errors import TeacherSetupError
 from teacher.proxy.admission import MAX_QUEUE_TOKENS
 from teacher.proxy.proxy import STALL_TIMEOUT_S, Proxy

@@ -10,12 +10,7 @@ from teacher.status import ClientStatus, ServiceStatus, ServiceTotals, WorkerSta
 
 
 def format_status(status: ServiceStatus, address: str) -> str:
-    """Return the status as lines for a terminal.
-
-    Args:
-        status: Status of the service.
-        address: Address of the service.
-    """
+    """Return the status as lines for a terminal."""
     lines = [*_head(status, address), ""]
     if status.workers:
         lines += _table(_WORKER_HEAD, map(_worker, status.workers))

@@ -68,7 +68,7 @@ class Admission:
         self._free += self._admitted.pop(key)
 
     def discard(self, keys: Iterable[int]) -> list[int]:
-        """Remove sequences, and return the keys of those that were admitted."""
+        """Remove sequences, and return the keys of admitted ones."""
         removed = set(keys)
         self._waiting = deque(item for item in self._waiting if item[0] not in removed)
         admitted = [key for key in removed if key in self._admitted]

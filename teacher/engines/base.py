@@ -21,7 +21,7 @@ class EngineConfig:
         dtype: ``"auto"`` (the checkpoint's, or 16 bits if that is float32), ``"float32"``, ``"bfloat16"`` or
             ``"float16"``.
         head_dtype: Data type of the logits: ``"float32"``, ``"model"`` (the data type of the weights), or ``"auto"``;
-            see :func:`teacher.engines.head_dtype.wants_float32_head`.
+            see :func:`teacher.common.head_dtype.wants_float32_head`.
         max_model_len: Longest sequence in tokens. 0 selects the model's maximum.
         logits_mib: Memory for the logits of one engine step and everything computed from them, in MiB. On a CPU it
             determines the number of tokens per step. On CUDA it determines how many rows of logits exist at a time.
@@ -74,7 +74,7 @@ class ScoringEngine(Protocol):
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that a worker should hold: those of two steps. More tokens would only wait in the engine."""
+        """Tokens that a worker should hold: two steps. More tokens would only wait in the engine."""
         ...
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from teacher.common.sizes import MIB
 from teacher.engines.sizes import ResultMemory
 from teacher.errors import TeacherRequestError
 from teacher.records import ModelInfo, TeacherSequence
@@ -14,7 +15,6 @@ def check_sequence(sequence: TeacherSequence, n_ids: int, info: ModelInfo, memor
         sequence: Sequence to validate.
         n_ids: Number of ids with a probability, 0 for all of the model.
         info: Model and limits.
-        memory: Memory for results.
 
     Raises:
         TeacherRequestError: The sequence is too long, has an id outside the vocabulary, or its result is too large; or
@@ -47,7 +47,7 @@ def check_sequence(sequence: TeacherSequence, n_ids: int, info: ModelInfo, memor
     if (n_bytes := memory.bytes_of(sequence)) > memory.max_bytes:
         raise TeacherRequestError(
             f"the result of {len(ids)} tokens, {len(ids) - sequence.prompt_len} of them scored, takes "
-            f"{n_bytes / 2**20:.1f} MiB of the teacher's memory with N_LOGPROBS={info.n_logprobs}, the limit is "
+            f"{n_bytes / MIB:.1f} MiB of the teacher's memory with N_LOGPROBS={info.n_logprobs}, the limit is "
             f"MAX_RESULT_MIB={memory.max_bytes >> 20}",
             argument="token_ids",
             options=("N_LOGPROBS", "MAX_RESULT_MIB"),

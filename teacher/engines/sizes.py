@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from teacher.common.sizes import MIB
 from teacher.errors import TeacherSetupError
 from teacher.records import TeacherSequence
 
@@ -64,7 +65,6 @@ class StepMemory:
     """Memory that a model runner needs for the logits of a step and for everything computed from them.
 
     Attributes:
-        runner: Model runner.
         tp_size: Number of tensor-parallel ranks.
         float32_logits: True if the output layer returns float32.
     """
@@ -102,7 +102,7 @@ class StepMemory:
         # One row of logits per token, and one more per sequence for its next token.
         per_logprob = _BYTES_PER_LOGPROB_CPU if self.runner == "cpu" else _BYTES_PER_LOGPROB_GPU
         bytes_per_row = self.bytes_per_logit * vocab_size + n_logprobs * per_logprob
-        rows = int(logits_mib * 2**20 // bytes_per_row)
+        rows = int(logits_mib * MIB // bytes_per_row)
         _check_rows(rows, bytes_per_row, (logits_mib, vocab_size, n_logprobs))
         sequences = min(_MAX_SEQUENCES, rows // 4)
         tokens = min(rows - sequences, _MAX_TOKENS_CPU if self.runner == "cpu" else _MAX_TOKENS_CUDA)
@@ -114,7 +114,7 @@ class StepMemory:
         Log-probabilities get at most half of the memory, logits the rest. The logits of the next tokens, one row per
         sequence, are freed before the first chunk.
         """
-        budget = logits_mib * 2**20
+        budget = logits_mib * MIB
         bytes_per_token = (n_logprobs + 1) * _BYTES_PER_JOINED_LOGPROB_V2 + 8
         bytes_per_row = self.bytes_per_logit * vocab_size + n_logprobs * _BYTES_PER_LOGPROB_GPU
         tokens = min(_MAX_TOKENS_CUDA, budget // 2 // bytes_per_token)
@@ -127,7 +127,7 @@ class StepMemory:
 def _check_rows(rows: int, bytes_per_row: float, request: tuple[int, int, int]) -> None:
     if rows < _MIN_ROWS:
         logits_mib, vocab_size, n_logprobs = request
-        minimum = -int(-_MIN_ROWS * bytes_per_row // 2**20)
+        minimum = -int(-_MIN_ROWS * bytes_per_row // MIB)
         raise TeacherSetupError(
             f"LOGITS_MIB={logits_mib} holds {rows} rows of logits over a vocabulary of {vocab_size} with "
             f"N_LOGPROBS={n_logprobs}, a step needs at least {_MIN_ROWS}",

@@ -1,7 +1,7 @@
 """vLLM as a scorer: prompt log-probabilities, kept as tensors, of sequences that are never continued.
 
-Only this module, `vllm_internals`, `vllm_setup` and `vllm_worker` import vLLM; `vllm_queue` uses its engine. They
-depend on these internals of vLLM:
+Of this package, only this module and `vllm_internals` import vLLM; `vllm_queue` uses its engine. With `vllm_setup` and
+`vllm_worker` of `teacher.common` they depend on these internals of vLLM:
 
 - one replaced method (`vllm_internals.keep_prompt_logprobs_as_tensors`);
 - one replaced function (`vllm_setup.keep_file_store_in`);
@@ -28,15 +28,22 @@ from typing import Any
 
 import numpy as np
 
+from teacher.common.checkpoint import read_checkpoint
+from teacher.common.fingerprint import last_tokens, tokenizer_fingerprint
+from teacher.common.sizes import MIB
+from teacher.common.tokenizer import count_tokens, load_tokenizer
+from teacher.common.vllm_setup import (
+    ASYNC_SCHEDULING_DEFECT,
+    TESTED_VLLM,
+    is_async_scheduling_failure,
+    keep_file_store_in,
+)
 from teacher.engines.base import EngineConfig
-from teacher.engines.checkpoint import read_checkpoint
 from teacher.engines.limits import check_sequence
 from teacher.engines.out_of_memory import out_of_memory_explained
 from teacher.engines.self_check import PROBE_TEMPERATURE, check_padding, check_temperature, check_top_k
 from teacher.engines.sizes import ResultMemory, StepSize, describe_memory_shortage
-from teacher.engines.tokenizer import count_tokens, load_tokenizer
 from teacher.engines.vllm_install import (
-    TESTED_VLLM,
     exempt_imports_from_gc,
     is_cpu_build,
     prepare_process,
@@ -51,10 +58,8 @@ from teacher.engines.vllm_internals import (
 )
 from teacher.engines.vllm_memory import TeacherCalls
 from teacher.engines.vllm_queue import SequenceQueue
-from teacher.engines.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure, keep_file_store_in
 from teacher.engines.vllm_sleep import SleepMode
 from teacher.errors import TeacherError, TeacherRequestError, TeacherSetupError
-from teacher.fingerprint import last_tokens, tokenizer_fingerprint
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherSequence
 
 logger = logging.getLogger(__name__)
@@ -100,8 +105,8 @@ class VllmEngine:
         self._k, self._tp_size = config.n_logprobs, config.tp_size
         self._logits = LogitSettings()
         self._temperature_error = self._n_ids_error = ""
-        self._memory = ResultMemory(self._k, 8 if runner == "cuda_v2" else 4, config.max_result_mib * 2**20)
-        self._sizes = {"logits of a step": config.logits_mib * 2**20, "results": config.max_result_mib * 2**20}
+        self._memory = ResultMemory(self._k, 8 if runner == "cuda_v2" else 4, config.max_result_mib * MIB)
+        self._sizes = {"logits of a step": config.logits_mib * MIB, "results": config.max_result_mib * MIB}
         with out_of_memory_explained("start", self._sizes):
             self._engine = make_llm_engine(args)
         self._sizes |= self._engine.collective_rpc(TeacherCalls.count_memory.__name__)[0]
@@ -247,7 +252,7 @@ class VllmEngine:
 
     def _check_device_memory(self, config: EngineConfig, step: StepSize) -> None:
         """Log a warning if a GPU lacks memory for logits and results, which vLLM does not reserve."""
-        needed = config.logits_mib * 2**20 + self._memory.device_bytes(step, self._info.max_model_len)
+        needed = config.logits_mib * MIB + self._memory.device_bytes(step, self._info.max_model_len)
         free, total = min(self._engine.collective_rpc(TeacherCalls.device_memory.__name__))
         if shortage := describe_memory_shortage(free, needed, total, config.gpu_memory_utilization):
             logger.warning("%s", shortage)
@@ -317,7 +322,7 @@ def _sampling_params(k: int) -> Any:
 
 
 def _dtypes(model_config: Any, stored: str) -> str:
-    """Return the data type in which a model is served, and those of its logits and of its files if they differ."""
+    """Return the data type in which a model is served, and the types of its logits and its files if they differ."""
     dtype, head_dtype = (str(each).removeprefix("torch.") for each in (model_config.dtype, model_config.head_dtype))
     others = {"logits": head_dtype, "checkpoint": stored or dtype}
     differing = [f"{name} {other}" for name, other in others.items() if other != dtype]

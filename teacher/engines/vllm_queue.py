@@ -40,7 +40,7 @@ class SequenceQueue:
         self._admission.queue(key, sequence, demand)
 
     def admit(self) -> list[tuple[int, TeacherRequestError]]:
-        """Pass vLLM the sequences that fit. Return those that it rejects, each with its own error."""
+        """Pass vLLM the sequences that fit. Return the rejected sequences, each with its own error."""
         rejected = []
         while (admitted := self._admission.admit()) is not None:
             key, sequence = admitted
@@ -61,7 +61,7 @@ class SequenceQueue:
         return sequence
 
     def discard(self, keys: list[int]) -> None:
-        """Remove sequences, and abort those that were admitted."""
+        """Remove sequences, and abort admitted ones."""
         self._engine.abort_request([str(key) for key in self._admission.discard(keys)])
         for key in keys:
             self._open.pop(key, None)

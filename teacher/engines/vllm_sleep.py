@@ -14,8 +14,8 @@ asleep      ``wake``: a checksum or the probe differs                    (dead)
 any         vLLM or the allocation of memory failed                      (dead)
 ==========  ===========================================================  ===========
 
-The checksums cover parameters and buffers. vLLM keeps other weights elsewhere: on a CPU those of all linear layers,
-which it packs (``layers/utils.py``, ``dispatch_cpu_unquantized_gemm``). Only the probe covers these.
+The checksums cover parameters and buffers. vLLM keeps other weights elsewhere: on a CPU all linear layers, which it
+packs (``layers/utils.py``, ``dispatch_cpu_unquantized_gemm``). Only the probe covers these.
 
 A dead engine raises, so that its worker ends. The verification exists because a model without its weights still
 returns valid distributions: the loss of a uniform one is finite, so the run would continue.
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCES = {"torch.float32": 1e-4}
 _TOLERANCE_16_BIT = 0.05
-"""Largest difference of log-probabilities of the probe. It is scored alone, so the kernels are those of the start."""
+"""Largest difference of log-probabilities of the probe. It is scored alone, so the same kernels run as at the start."""
 _MAX_NAMES = 3
 _RESTART = "restart this worker"
 
@@ -82,7 +82,7 @@ class SleepMode:
         began = time.monotonic()
         if not self._engine.wake_up():
             raise TeacherModelDamaged("vLLM did not restore all memory", remedy=_RESTART)
-        self._engine.collective_rpc(TeacherCalls.restore_kv_cache.__name__)
+        self._engine.collective_rpc(TeacherCalls.reset_kv_cache.__name__)
         check_checksums(self._checksums, self._engine.collective_rpc(TeacherCalls.checksum_weights.__name__))
         try:
             dtype = str(self._engine.model_config.dtype)

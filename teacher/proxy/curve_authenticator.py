@@ -149,7 +149,7 @@ class _HandshakeMonitor:
         elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._failure = self._explain(value)
         elif kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            hint = " (it may have no keys, or those of another service)" if self._has_keys else ""
+            hint = " (it may have no keys, or the keys of another service)" if self._has_keys else ""
             self._failure = f"it ended the connection during the handshake{hint}, or did not finish it in time"
         elif kind == zmq.EVENT_DISCONNECTED:
             address, failure = self._address_of_descriptor.pop(value, "unknown address"), self._failure

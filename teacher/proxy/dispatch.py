@@ -51,7 +51,6 @@ class Dispatcher:
     """Open requests and registered workers.
 
     Attributes:
-        limits: Limits of the queue.
         workers: Registered workers by identity.
         queue: Waiting jobs.
         last_removal: Reason for the most recent removal of a worker.
@@ -100,7 +99,7 @@ class Dispatcher:
         Args:
             identity: Identity of the worker. An unknown one is ignored.
             reason: Cause, for error messages and the status.
-            signed_off: True if the worker ended in order, so that none of its jobs can be the cause.
+            signed_off: True if the worker ended gracefully, so that none of its jobs can be the cause.
         """
         removed = RemovedJobs([], [])
         worker = self.workers.pop(identity, None)

@@ -20,7 +20,7 @@ DRAIN_REASON = "the proxy is shutting down"
 
 
 class Drain:
-    """Drain state of a proxy. Times are those of ``time.monotonic()``.
+    """Drain state of a proxy. Times come from ``time.monotonic()``.
 
     Attributes:
         deadline: Time at which the proxy ends, None while it serves.

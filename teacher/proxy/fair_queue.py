@@ -106,7 +106,7 @@ class FairQueue:
         self._clients[job.key.client].n_tokens += sign * job.n_tokens
 
     def _forget_idle_clients(self) -> None:
-        """Remove the clients without jobs whose state equals that of a new client."""
+        """Remove the clients without jobs whose state equals a new client's."""
         idle = [
             client
             for client, queue in self._clients.items()

@@ -25,7 +25,7 @@ class RequestKey(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """A request of a client. Times are those of ``time.monotonic()`` in the proxy.
+    """A request of a client. Times come from ``time.monotonic()`` in the proxy.
 
     Attributes:
         job_id: Request id between proxy and worker.
@@ -74,7 +74,6 @@ class RegisteredWorker:
     Attributes:
         identity: ZeroMQ identity.
         name: Host and pid.
-        info: Model.
         capacity_tokens: Tokens that it accepts at a time.
         stall_timeout_s: Its own time limit of an engine step, in seconds; 0 for no limit.
         has_sleep_mode: True if it can sleep.

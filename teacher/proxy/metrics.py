@@ -52,7 +52,7 @@ _TOTALS = {
     "reply_bytes": ("reply_bytes", "Bytes of the replies to scored requests."),
     "retried_later": ("retried_later", "Requests sent back to the client because the queue was full."),
     "requeued": ("requeued", "Requests that were requeued because their worker was removed."),
-    "workers_lost": ("workers_lost", "Workers that died, hung or were silent, without those that signed off."),
+    "workers_lost": ("workers_lost", "Workers that died, hung or were silent, without workers that signed off."),
     "invalid_messages": ("invalid_messages", "Messages that violate the protocol."),
     "queue_s": ("queue_seconds", "Time of scored requests in the queue."),
     "worker_s": ("worker_seconds", "Time of scored requests at a worker."),

@@ -56,7 +56,6 @@ class Proxy:
 
     Attributes:
         frontend_port: Port for clients.
-        backend_port: Port for workers.
     """
 
     def __init__(

@@ -53,7 +53,6 @@ class ProxySockets:
         frontend: ROUTER for clients.
         backend: ROUTER for workers.
         frontend_port: Port for clients.
-        backend_port: Port for workers.
     """
 
     def __init__(self, bind: str, frontend_port: int, backend_port: int, settings: SocketSettings) -> None:

@@ -1,4 +1,4 @@
-"""Sleep and wake-up of a service. This module uses no sockets; times are those of ``time.monotonic()``.
+"""Sleep and wake-up of a service. This module uses no sockets; times come from ``time.monotonic()``.
 
 A service that sleeps has released the memory of its devices, so that other processes can use them.
 
@@ -71,8 +71,6 @@ class StateCommand(NamedTuple):
     """Change that a worker is to make.
 
     Attributes:
-        worker: Worker.
-        change: Change.
         timeout_s: Its time limit, in seconds.
     """
 

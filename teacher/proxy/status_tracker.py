@@ -52,7 +52,7 @@ class _WorkerRecord:
 
 
 class StatusTracker:
-    """Totals and observations of a proxy. Times are those of ``time.monotonic()``.
+    """Totals and observations of a proxy. Times come from ``time.monotonic()``.
 
     Attributes:
         latest: Status of the last ``refresh``.
@@ -125,7 +125,7 @@ class StatusTracker:
         return now - self._workers[identity].last_message_at
 
     def record_removal(self, identity: bytes, *, signed_off: bool, n_requeued: int, n_rejected: int) -> None:
-        """Record the removal of a worker, ``signed_off`` if it ended in order."""
+        """Record the removal of a worker, ``signed_off`` if it ended gracefully."""
         del self._workers[identity]
         self.count(workers_lost=int(not signed_off), requeued=n_requeued, rejected_after_losses=n_rejected)
 

@@ -184,7 +184,7 @@ class WorkerSide:
         Args:
             identity: ZeroMQ identity of the worker.
             reason: Cause, for the log and the status.
-            signed_off: True if it ended in order, so that none of its requests can be the cause.
+            signed_off: True if it ended gracefully, so that none of its requests can be the cause.
         """
         worker = self._dispatcher.workers.get(identity)
         if worker is None:

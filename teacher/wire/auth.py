@@ -108,7 +108,7 @@ def server_keys(auth_dir: str | Path | None) -> ServerKeys | None:
 
 
 def client_keys(auth_dir: str | Path | ClientKeys | None) -> ClientKeys | None:
-    """Read the keys of a client or worker, unless they are given. Result and errors are those of ``server_keys``."""
+    """Read the keys of a client or worker, unless they are given. Result and errors: see ``server_keys``."""
     return auth_dir if isinstance(auth_dir, ClientKeys) else _read_keys(auth_dir, _read_client_keys)
 
 

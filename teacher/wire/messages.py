@@ -52,7 +52,7 @@ class Message:
     @classmethod
     def wire_types(cls) -> dict[str, WireType]:
         """Return the wire types of the fields."""
-        return wire_types(cls)  # type: ignore[arg-type]  # mypy takes the hash of an instance for that of the class
+        return wire_types(cls)  # type: ignore[arg-type]  # mypy takes the hash of an instance for the class's hash
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class SetAsleep(Message, kind="set_asleep", route="client -> proxy -> all worker
     """Request to release the memory of all devices (sleep), or to restore and verify the model (wake up).
 
     Attributes:
-        request_id: Id chosen by the sender. The proxy sends workers a request of its own.
+        request_id: Id chosen by the sender. The proxy sends workers its own request.
         timeout_s: Remaining time until the deadline, in seconds.
         asleep: True to sleep, False to wake up.
     """

@@ -116,7 +116,7 @@ def check_count_limit(config: Config, name: str) -> None:
         case "scoring_workers_per_node":
             specs = {"default": ClientSpec("10.0.0.9", 1, {})}
             pool = ScoringPool(specs, "a", lambda *_: None, per_node=limit)
-            pool._start_on({"a": "10.0.0.1", "b": "10.0.0.2"})
+            pool.start_on({"a": "10.0.0.1", "b": "10.0.0.2"})
             assert {next(pool._workers_of["b"]) for _ in range(limit)} == set(range(limit, 2 * limit))
         case "max_actor_ckpt_to_keep":
             assert remove_old(Path("no checkpoints"), newest=1, keep=limit) == []

@@ -61,11 +61,7 @@ def score(sample: Sample, temperature: float) -> TeacherTopK:
 
 
 def scored_samples(temperature: float = 1.0) -> list[Sample]:
-    """Return responses with and without a teacher, a reward and a reference.
-
-    Args:
-        temperature: Temperature of the teacher.
-    """
+    """Return responses with and without a teacher, a reward and a reference."""
     rng = np.random.default_rng(0)
     samples = []
     for number, sample in enumerate(make_samples(7)):

@@ -68,8 +68,8 @@ def scale_rope(worker: Any) -> Callable[[], None]:
         module.cos_sin_cache.copy_(cache[torch.arange(len(cache)) // 2])
         return cache
 
-    cache = worker._engine.run(change).result(timeout=20)
-    return lambda: worker._engine.run(lambda engine: rotary(engine).cos_sin_cache.copy_(cache)).result(timeout=20)
+    cache = worker._engine.run(change).result(timeout=60)
+    return lambda: worker._engine.run(lambda engine: rotary(engine).cos_sin_cache.copy_(cache)).result(timeout=60)
 
 
 FAULTS: dict[str, Callable[[Any], Callable[[], None]]] = {

@@ -35,7 +35,6 @@ def check_error(error: object, kind: type[E] | tuple[type[E], ...], /, **fields:
     """Check the class and the data of an error that was returned, for example by a job of another process.
 
     Args:
-        error: The error.
         kind: Class, or several of them.
         **fields: Expected values of attributes.
     """

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from recipe_gkd.data.samples import Prompt, Response, Sample
+from teacher.common.fingerprint import N_LAST_TOKENS
 from teacher.errors import TeacherRequestError
-from teacher.fingerprint import N_LAST_TOKENS
 from teacher.proxy import Proxy
 from teacher.records import LastToken, ScoredSequence, TeacherSequence
 from tests._support.fake_worker import INFO, FakeEngine, running_worker

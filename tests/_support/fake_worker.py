@@ -122,11 +122,11 @@ class FakeEngine:
 
     def sleep(self) -> None:
         assert not self.is_asleep and not self._waiting
-        assert self.sleep_gate.wait(timeout=10)
+        assert self.sleep_gate.wait(timeout=60)
         self.is_asleep = True
 
     def wake(self) -> None:
-        assert self.is_asleep and self.sleep_gate.wait(timeout=10)
+        assert self.is_asleep and self.sleep_gate.wait(timeout=60)
         if self.wake_error is not None:
             raise self.wake_error
         self.is_asleep = False
@@ -139,7 +139,6 @@ class RunningWorker:
     """Worker in a thread.
 
     Attributes:
-        engine: Its engine.
         error: Exception raised by its ``run``.
         settled: Event that is set when it has registered or ended.
     """
@@ -169,7 +168,7 @@ class RunningWorker:
 
     def stop(self) -> None:
         self._stop.set()
-        self.thread.join(timeout=10)
+        self.thread.join(timeout=60)
         assert not self.thread.is_alive()
         self._stop.close()
 
@@ -184,7 +183,7 @@ def running_worker(
     """Yield a worker that has registered or was refused, and stop it."""
     worker = RunningWorker(backend_port, engine or FakeEngine(), stall_timeout_s, auth_dir)
     try:
-        assert worker.settled.wait(timeout=10)
+        assert worker.settled.wait(timeout=60)
         yield worker
     finally:
         worker.stop()

@@ -40,10 +40,8 @@ class Sample:
 
     Attributes:
         role: Kind of process, or of a folder.
-        measure: Name of the measure.
         source: Process. Two processes of one role are not compared with each other.
         at_s: Time since the start of the run, in seconds.
-        value: The value.
     """
 
     role: str
@@ -59,7 +57,6 @@ class Growth:
 
     Attributes:
         role: Kind of process, or of a folder.
-        measure: Name of the measure.
         first: Median of the first values, of the sum over the processes of the role at one time.
         last: Median of the last values.
         per_hour: Growth per hour of a process: the median over all pairs of its samples (Theil-Sen estimator; Sen 1968,

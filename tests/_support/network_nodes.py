@@ -1,6 +1,6 @@
 """Nodes on one machine: processes with their own network, process ids, host name, ``/tmp`` and ``/dev/shm``.
 
-A switch (a bridge in a network namespace of its own) joins the nodes. Each node is a set of Linux namespaces whose
+A switch (a bridge in a separate network namespace) joins the nodes. Each node is a set of Linux namespaces whose
 first process waits for the end of its standard input. The kernel ends all processes of a node together with that
 process, and removes namespaces and interfaces. Nothing is left, even if the program that created the nodes is killed.
 """
@@ -111,7 +111,6 @@ class Node:
         address: Address on the switch.
         namespaces: Namespaces of its processes.
         port: Interface of the switch to which the node is connected.
-        switch: Namespaces of the switch.
     """
 
     name: str
@@ -192,7 +191,6 @@ class Network:
     """Switch with the nodes that are connected to it.
 
     Attributes:
-        switch: Namespaces of the switch.
         private: Folder for the nodes' own files.
         shared: Folder that all nodes share.
         nodes: Nodes so far, including those that were killed.
@@ -259,7 +257,6 @@ def ray_cluster(nodes: Sequence[Node], cpus: Sequence[int]) -> Iterator[str]:
     """Start Ray on nodes, and yield the address of the cluster. The head is the first node.
 
     Args:
-        nodes: Nodes.
         cpus: Number of CPU slots of each node, which select the nodes of the pools.
     """
     address = f"{nodes[0].address}:{RAY_PORT}"

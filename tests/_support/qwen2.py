@@ -40,7 +40,6 @@ def save_word_tokenizer(folder: Path, words: list[str], *, characters: bool = Fa
     """Save a tokenizer with the ids ``PAD``, ``EOS`` and ``UNKNOWN``, followed by ``words``.
 
     Args:
-        folder: Folder of the model.
         words: Words without whitespace, or characters.
         characters: Split text into characters instead of words.
     """

@@ -48,7 +48,7 @@ def running_proxy(frontend_port: int = 0, backend_port: int = 0, **settings: Any
         yield proxy
     finally:
         stop.set()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive()
         stop.close()
 
@@ -87,8 +87,6 @@ class Service:
 
     Attributes:
         port: Port for clients.
-        backend_port: Port for workers.
-        run_dir: Run folder of the service.
         ckpt_path: Folder of the model.
     """
 

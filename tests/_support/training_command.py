@@ -46,11 +46,10 @@ def processes_of_run(run_id: str) -> list[str]:
 
 @dataclass
 class Run:
-    """A training run in a process of its own.
+    """A training run in a separate process.
 
     Attributes:
         process: Process of the driver.
-        folder: Run folder.
         run_id: Value of `RUN_ID_VARIABLE`.
         temporary: Folder for temporary files. Ray has another one, which keeps the logs of a session.
         output: Text that the driver printed, after `finish`.
@@ -119,7 +118,6 @@ class Teacher:
 
     Attributes:
         port: Port for clients.
-        run_dir: Run folder of the service.
         settings: Environment variables of its workers.
     """
 
@@ -130,7 +128,7 @@ class Teacher:
 
 def make_model(folder: Path, *, seed: int) -> Path:
     """Save a random Qwen2 with two layers and the quickstart's tokenizer of 32 characters; return ``folder``."""
-    from recipe_gkd.quickstart.tokenizer import build_tokenizer
+    from recipe_gkd.addition.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer()
     random_qwen2(
@@ -151,8 +149,6 @@ def running_teacher(model: Path, run_dir: Path, n_workers: int = 1, **more: obje
 
     Args:
         model: Folder of the model.
-        run_dir: Run folder of the service.
-        n_workers: Number of workers.
         **more: Further environment variables of the start script.
     """
     port = free_port()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Return once the condition is true. Fail if it is not true within ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -16,7 +16,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         threading.Event().wait(0.02)
 
 
-async def wait_until_async(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def wait_until_async(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Return once the condition is true, without blocking the event loop."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -55,7 +55,6 @@ def update_in_flight(
     """Update the weights while responses are generated.
 
     Args:
-        engine: The engine.
         updates: Its updates, connected with the sender.
         peer: Process of the sender.
         request: Folder of the weights, their version, and True if the update is double-buffered.

@@ -1,6 +1,6 @@
 """The actor on a simulated GPU: the tests of ``tests/integration/actor`` with ``trainer.device=cuda``, and others.
 
-Each test runs pytest in a process of its own, because PyTorch looks for devices once.
+Each test runs pytest in a separate process, because PyTorch looks for devices once.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ class Case:
     """A run of six steps that validates and saves at the last one.
 
     Attributes:
-        folder: Run folder.
         patch: Pytest's fixture.
         log: Pytest's fixture.
     """

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.cluster import Cluster
 from recipe_gkd.config import Config
@@ -25,7 +26,6 @@ from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.errors import GkdError, RewardError, WorkerDied
 from recipe_gkd.metrics.steps import describe
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.teachers.router import Teachers
@@ -312,7 +312,7 @@ def test_limit_of_rows_follows_the_actor_ranks_to_other_nodes(tmp_path: Path, mo
     stores = {"a": 1000.0, "b": 600.0}
     monkeypatch.setattr(setup, "store_bytes", lambda nodes: {node: stores[node] for node in nodes})
     scoring = ScoringPool({"default": ClientSpec("10.0.0.9", 1, {})}, "driver", lambda *_: None, per_node=1)
-    scoring._start_on({"a": "10.0.0.1", "b": "10.0.0.2"})
+    scoring.start_on({"a": "10.0.0.1", "b": "10.0.0.2"})
     trainer = build_trainer(configured(tmp_path), FakeCluster(1))
     trainer.cluster.scoring = scoring
     limits = []

@@ -29,7 +29,7 @@ class ContextShard(PackedBatch):
     """One context rank's part of a packed micro-batch.
 
     ``token_ids_N`` has the M rows of this rank, and ``loss_rows_T`` are indices into them. All arrays [T] have only the
-    response tokens that these rows predict. ``lengths`` are those of the whole padded row.
+    response tokens that these rows predict. ``lengths`` belong to the whole padded row.
 
     Attributes:
         own_rows_M: Rows of the whole padded row that this rank holds, int64.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 MIN_BYTES = 1 << 20
-"""Size from which on memory is reused. The C library already reuses smaller blocks."""
+"""Smallest size of reused memory. The C library already reuses smaller blocks."""
 MAX_FREE_BUFFERS = 8
 
 
@@ -30,7 +30,6 @@ class ArrayPool:
         """Return an uninitialized array.
 
         Args:
-            shape: Shape.
             dtype: Data type.
         """
         dtype = np.dtype(dtype)

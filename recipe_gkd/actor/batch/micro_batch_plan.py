@@ -39,7 +39,6 @@ class MicroBatchPlan:
         loss_agg_mode: ``gkd.loss_agg_mode``.
         layout: Coordinates of this rank.
         row_multiple: The rows of a micro-batch are padded to a multiple of this.
-        device: Training device.
         attention: Attention kernel. Only the row indices that it reads are prepared.
         version: Version of the actor's weights; see :func:`~recipe_gkd.actor.batch.packing.pack`.
         allocate: Allocates the large arrays.

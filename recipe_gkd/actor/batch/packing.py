@@ -22,7 +22,7 @@ def micro_batches(samples: Sequence[Sample], *, micro_batch_size: int, max_token
         samples: Shard of one data-parallel rank.
         micro_batch_size: Samples per micro-batch if ``max_token_len`` is None.
         max_token_len: Maximum number of tokens per micro-batch, filled by first fit in descending order of length. A
-            longer sample gets a micro-batch of its own.
+            longer sample gets a separate micro-batch.
     """
     samples = [sample for sample in samples if len(sample.response.ids)]
     if max_token_len is None:
@@ -121,7 +121,7 @@ def pack(
 
 
 def packed_lengths(lengths: Sequence[int], *, multiple_of: int = 1) -> list[int]:
-    """Return the lengths of the sequences of a packed row: those of its samples, and of a last sequence of padding.
+    """Return the lengths of the sequences of a packed row: its samples, and a last sequence of padding.
 
     Args:
         lengths: Number of input tokens of each sample.
@@ -171,7 +171,6 @@ def bucket_by_length(lengths: Sequence[int], least_fill: float = 0.75) -> list[n
     """Group the sequences of a packed row into right-padded blocks of similar length.
 
     Args:
-        lengths: Lengths of the sequences.
         least_fill: Minimum fraction of real positions per sequence of a block.
 
     Returns:

@@ -79,7 +79,6 @@ def stage(
     Args:
         packed: Micro-batch.
         weights: Weight of each token in each loss term, float32 [T] by name.
-        device: Training device.
         attention: Attention kernel. Only the row indices that it reads are prepared.
         allocate: Allocates the widened arrays of a CPU.
     """
@@ -111,7 +110,7 @@ def _in_pinned_memory(arrays: Mapping[str, np.ndarray]) -> tuple[Tensor, dict[st
     block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     tensors = {name: _view(block, offsets[name], torch.from_numpy(array)) for name, array in arrays.items()}
     for name, array in arrays.items():
-        np.copyto(tensors[name].numpy(), array)  # numpy, because torch would start threads of its own
+        np.copyto(tensors[name].numpy(), array)  # numpy, because torch would start its own threads
     return block, tensors
 
 

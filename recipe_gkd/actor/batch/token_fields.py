@@ -47,7 +47,7 @@ def _is_current(sample: Sample, version: int | None) -> np.ndarray:
 class TokenFields(Generic[A]):
     """Values of the response tokens of a micro-batch, [T] each.
 
-    The dtypes are those of the host. The device has int64 for int32, and float32.
+    The dtypes apply to the host. The device has int64 for int32, and float32.
 
     Attributes:
         loss_rows_T: Row whose logits predict the token: its position in the packed row - 1, int32.

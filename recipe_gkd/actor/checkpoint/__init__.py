@@ -1,1 +1,1 @@
-"""Files that the ranks write: checkpoints, in processes of their own, and Hugging Face folders."""
+"""Files that the ranks write: checkpoints, in separate processes, and Hugging Face folders."""

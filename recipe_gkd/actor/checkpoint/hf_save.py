@@ -93,7 +93,7 @@ def write_hf_folder(
         weights: Tensors of each weight. The tensors of one weight are in one file.
         export: Called with a range of weights on all ranks; returns their tensors on rank 0, and nothing elsewhere.
         run: Runs each function that writes.
-        max_file_bytes: Maximum size of a file. A larger weight gets a file of its own.
+        max_file_bytes: Maximum size of a file. A larger weight gets its own file.
         extra_files: Content of other files on rank 0, by relative path.
     """
     partial_path = path.with_name(path.name + ".partial")
@@ -108,7 +108,7 @@ def write_hf_folder(
                     tensors[name] = tensor.to("cpu", copy=True)  # safetensors rejects tensors that share memory
             except (MemoryError, RuntimeError) as error:
                 failure = f"{type(error).__name__}: {error}"
-        run(partial(_write_file, partial_path / file.name, tensors), failure)
+        run(partial(write_file, partial_path / file.name, tensors), failure)
     run(partial(_complete, path, partial_path, weights, files), None)
 
 
@@ -143,7 +143,8 @@ def _create_folder(folder: Path, source: Path, dtype: str, extra_files: Mapping[
     sync_tree(folder)
 
 
-def _write_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a safetensors file, and wait until it is on the disk."""
     save_file(dict(tensors), file, metadata={"format": "pt"})
     file.chmod(0o666 & ~_umask())  # safetensors makes it readable only for its owner
     sync_file(file)

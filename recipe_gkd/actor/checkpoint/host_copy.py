@@ -37,7 +37,7 @@ class HostCopy(Protocol):
         """
 
     def read(self, storages: Storages) -> None:
-        """Fill storages of the same sizes as those of the last :meth:`write`.
+        """Fill storages of the same sizes as in the last :meth:`write`.
 
         On a GPU the call returns before the copy is complete, and later kernels of the current stream run after it.
         """
@@ -62,7 +62,8 @@ class PinnedCopy:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._blocks: list[Tensor] = []
+        self.blocks: list[Tensor] = []
+        """Blocks of pinned memory, uint8."""
 
     def write(self, storages: Storages) -> None:
         """Replace the copy, and wait until it is complete."""
@@ -79,15 +80,15 @@ class PinnedCopy:
     def close(self) -> None:
         """Free the memory."""
         torch.cuda.current_stream(self._device).synchronize()
-        self._blocks = []
+        self.blocks = []
 
     def _allocate(self, n_bytes: int) -> None:
         sizes = [PINNED_BLOCK_BYTES] * (n_bytes // PINNED_BLOCK_BYTES)
         if rest := n_bytes % PINNED_BLOCK_BYTES:
             sizes.append(rest)
-        if [len(block) for block in self._blocks] != sizes:
-            self._blocks = []
-            self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+        if [len(block) for block in self.blocks] != sizes:
+            self.blocks = []
+            self.blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
 
     def _parts(self, storages: Storages) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each part of a storage with its part of a block."""
@@ -95,7 +96,7 @@ class PinnedCopy:
         for storage, n_bytes in storages:
             source, start = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), 0
             while start < n_bytes:
-                block = self._blocks[index]
+                block = self.blocks[index]
                 size = min(n_bytes - start, len(block) - used)
                 yield source[start : start + size], block[used : used + size]
                 start, used = start + size, used + size

@@ -31,14 +31,13 @@ from recipe_gkd.actor.ranks import Layout, RankSpec, join_ranks, leave_ranks
 from recipe_gkd.config.schema import Config, OptimConfig
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from teacher.engines.head_dtype import wants_float32_head
+from teacher.common.head_dtype import wants_float32_head
 
 
 class FsdpBackend:
     """The student in training on PyTorch FSDP2; see :class:`~recipe_gkd.actor.backend.Backend`.
 
     Args:
-        config: Configuration of the run.
         spec: This process.
 
     Attributes:

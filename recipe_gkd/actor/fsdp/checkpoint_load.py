@@ -81,7 +81,7 @@ def load_checkpoint(path: Path, model: FsdpModel, contents: Sequence[str], commo
     """
     with_optimizer = "optimizer" in contents
     state = sharded_state(model, with_optimizer=with_optimizer)
-    # The state is that of a rank, and can only be restored by the same number of ranks on the same kind of device.
+    # The state belongs to a rank, and can only be restored by the same number of ranks on the same kind of device.
     is_same_layout = common["ranks"] == model.layout.world_size and common.get("rng") == rng_kinds(model)
     with_rng = "extra" in contents and is_same_layout
     if with_rng:

@@ -27,7 +27,6 @@ class FsdpSave:
     """Files of one checkpoint; see :class:`~recipe_gkd.actor.backend.ShardedSave`. The constructor is collective.
 
     Args:
-        model: Model in training.
         path: Folder of the checkpoint, empty.
         step: Number of completed updates.
         contents: Parts to write: ``model``, ``optimizer``, ``extra``.

@@ -10,7 +10,7 @@ name                                    tensor                      part
 ======================================  ==========================  ==============================================
 
 Names of parameters do not depend on the number of ranks or on ``fsdp_size``. The description of the checkpoint contains
-the step counts of AdamW. Buffers and frozen parameters do not change in training; they are those of the model folder.
+the step counts of AdamW. Buffers and frozen parameters do not change in training; they come from the model folder.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def sharded_state(model: FsdpModel, *, with_optimizer: bool) -> dict[str, Tensor
     """Return the sharded weights and moments. They share memory with the model and its optimizer.
 
     Args:
-        model: Model in training.
         with_optimizer: Include the moments. They are allocated if no update has been made yet.
     """
     for module in fsdp_modules(model.module):

@@ -33,7 +33,6 @@ def run_micro_batches(
     """Accumulate the gradient of the objective over micro-batches and ranks. Collective.
 
     Args:
-        model: Model in training.
         plan: Micro-batches of this rank. Each is packed in a thread while the one before it is computed.
         loss: Computes the losses of one micro-batch.
         gkd: Options of the objective.
@@ -48,7 +47,7 @@ def run_micro_batches(
     has_copies = plan.before_reduction is not None and model.mesh.ndim > 1
     n_passes = plan.count + has_copies
     prefetcher = Prefetcher(plan.stage, count=n_passes, n_readers=1, timeout_s=timeout_s)
-    # `resharded`: also if a loss raises an error before its backward pass
+    # `resharded`: even if a loss raises an error before its backward pass
     with resharded(model.module), _reset_after_error(model.module), prefetcher:
         [batches] = prefetcher.readers
         for index, staged in enumerate(batches):
@@ -71,7 +70,6 @@ def evaluate_micro_batches(
     """Compute the losses of micro-batches without a gradient. Collective.
 
     Args:
-        model: Model in training.
         plan: Micro-batches of this rank.
         loss: Computes the losses of one micro-batch.
         gkd: Options of the objective.

@@ -24,7 +24,7 @@ from recipe_gkd.actor.student_dims import load_hf_config
 from recipe_gkd.config.keys import FSDP
 from recipe_gkd.config.schema import FsdpConfig, LoraConfig
 from recipe_gkd.errors import ConfigError, ModelError
-from teacher.weight_files import WeightFileError
+from teacher.common.weight_files import WeightFileError
 
 if TYPE_CHECKING:
     from transformers import AutoModelForCausalLM, PreTrainedModel

@@ -149,7 +149,7 @@ def _check_dense(text: PretrainedConfig, path: str | Path) -> None:
 
 
 def _entries(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each entry, those of nested sections included."""
+    """Yield name and value of each entry, including nested sections."""
     for name, value in content.items():
         if isinstance(value, dict):
             yield from _entries(value)
@@ -158,7 +158,7 @@ def _entries(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_stored_as_trained(model_types: tuple[str, ...], path: str | Path) -> None:
-    """Check that the tensors of the folder are those of the model, so that vLLM accepts the tensors of the model."""
+    """Check that the folder has exactly the model's tensors, so that vLLM accepts the tensors of the model."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 

@@ -17,7 +17,6 @@ def state_tensors(model: FsdpModel, state: ActorState) -> Iterable[Tensor]:
     ``params`` include frozen weights. ``grads`` exist only during an update, so they have no key to offload them.
 
     Args:
-        model: Model in training.
         state: ``params``, ``grads`` or ``optimizer``.
     """
     if state == "params":

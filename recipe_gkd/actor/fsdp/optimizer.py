@@ -50,7 +50,6 @@ def clip_and_step(optimizer: torch.optim.Optimizer, norm: float, lr: float, opti
     Args:
         optimizer: Optimizer of the sharded weights.
         norm: Global norm of the gradient.
-        lr: Learning rate of this step.
         optim: Other hyperparameters. A loaded checkpoint has those of the run that saved it.
     """
     for group in optimizer.param_groups:

@@ -66,7 +66,7 @@ class _Current:
     use: AttentionUse | None
 
 
-# Not a context variable: with gradient checkpointing, autograd calls the attention in a thread of its own.
+# Not a context variable: with gradient checkpointing, autograd calls the attention in a separate thread.
 _current: list[_Current] = []
 
 
@@ -89,7 +89,7 @@ def attending(row: PackedRow, kernel: AttentionKernel, use: AttentionUse | None 
 
 @cache
 def register_packed_attention() -> None:
-    """Add both attention functions to those of transformers."""
+    """Register both attention functions in transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -192,7 +192,7 @@ class _Scores:
 
 
 def _attend_with_scores(options: _Scores, q_RSHD: Tensor, k_RSGD: Tensor, v_RSGD: Tensor) -> Tensor:
-    """Return causal attention, [R * S, H, D]. At most ``_MAX_SCORES`` scores, or those of one position, are stored."""
+    """Return causal attention, [R * S, H, D]. It stores at most ``_MAX_SCORES`` scores, or one position's."""
     copies = q_RSHD.size(2) // k_RSGD.size(2)
     q, k, v = (x.transpose(1, 2) for x in (q_RSHD, *(x.repeat_interleave(copies, 2) for x in (k_RSGD, v_RSGD))))
     n_sequences, n_heads, length, _ = q.shape

@@ -72,7 +72,6 @@ class _Probe:
     """Random sequences and their logits.
 
     Attributes:
-        model: The model.
         ids_RS: Token ids of three sequences.
         alone: Logits of the first and of the second sequence alone, [S, V].
         tolerances: Limits of the comparison.

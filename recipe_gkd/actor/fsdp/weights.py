@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from recipe_gkd.actor.fsdp.lora import base_state, layers_by_weight, merged_weight
 from recipe_gkd.errors import ModelError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from teacher.weight_files import open_weights, weight_files
+from teacher.common.weight_files import open_weights, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -36,7 +36,6 @@ class MegatronBackend:
     """The student in training on Megatron-core; see :class:`~recipe_gkd.actor.backend.Backend`.
 
     Args:
-        config: Configuration of the run.
         spec: This process.
 
     Attributes:

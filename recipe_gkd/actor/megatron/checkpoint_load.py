@@ -88,7 +88,7 @@ def load_checkpoint(path: Path, model: MegatronModel, contents: Sequence[str], c
     if with_optimizer:
         model.optimizer.load_state_dict(loaded["optimizer"])
     else:
-        model.optimizer.reload_model_params()  # its float32 copies are still those of the previous weights
+        model.optimizer.reload_model_params()  # its float32 copies still have the previous weights
     if with_rng:
         restore_rng(loaded["rng"])
     return int(common["step"]) if "extra" in contents else 0

@@ -29,7 +29,6 @@ class MegatronSave:
     """Files of one checkpoint; see :class:`~recipe_gkd.actor.backend.ShardedSave`. The constructor is collective.
 
     Args:
-        model: Model in training.
         path: Folder of the checkpoint, empty.
         step: Number of completed updates.
         contents: Parts to write: ``model``, ``optimizer``, ``extra``.
@@ -61,7 +60,7 @@ class MegatronSave:
 
     def metadata_function(self, results: Sequence[Sequence[WriteResult]]) -> Callable[[], None]:
         """Return the function of rank 0 that completes the checkpoint."""
-        return partial(_write_metadata, self._writer, self._metadata, list(results), self._path)
+        return partial(write_metadata, self._writer, self._metadata, list(results), self._path)
 
 
 class _Planner(TorchDistSaveShardedStrategy):
@@ -105,7 +104,7 @@ def _write_common(content: bytes, path: Path) -> list[WriteResult]:
     return []
 
 
-def _write_metadata(
+def write_metadata(
     writer: FileSystemWriterAsync, metadata: Metadata, results: list[Sequence[WriteResult]], path: Path
 ) -> None:
     """Complete a checkpoint. ``metadata.json`` is written last, after all other files are on the disk."""

@@ -38,7 +38,6 @@ def describe(model: MegatronModel, contents: Sequence[str]) -> dict[str, Any]:
     """Return the description of a checkpoint, which is compared with the model before it is loaded.
 
     Args:
-        model: Model in training.
         contents: Parts of the checkpoint: ``model``, ``optimizer``, ``extra``.
     """
     return {
@@ -53,7 +52,6 @@ def sharded_state(model: MegatronModel, *, with_optimizer: bool, is_loading: boo
     """Return Megatron's sharded state of the weights and the optimizer. Collective.
 
     Args:
-        model: Model in training.
         with_optimizer: Include the optimizer.
         is_loading: The state is the target of a load.
     """

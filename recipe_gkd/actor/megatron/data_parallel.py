@@ -134,7 +134,7 @@ def reduced_after(
     with ExitStack() as stack:
         for chunk in wrapped:
             stack.enter_context(chunk.no_sync())
-        # The schedule would leave the context of its own callback before the last backward pass.
+        # The schedule would leave its callback's context before the last backward pass.
         config.no_sync_func, config.finalize_model_grads_func = None, reduce
         try:
             yield

@@ -22,7 +22,6 @@ def weights_meta(weights: Iterable[Weight], dtype: torch.dtype) -> list[TensorMe
 
     Args:
         weights: Weights to export.
-        dtype: Dtype of training.
 
     Returns:
         Hugging Face name, complete shape, and name of the dtype of each tensor.

@@ -41,7 +41,6 @@ def run_micro_batches(
     """Accumulate the gradient of the objective over micro-batches and data-parallel ranks. Collective.
 
     Args:
-        model: Model in training.
         plan: Micro-batches of this rank. Each is packed in a thread while the one before it is computed.
         loss: Computes the losses of one micro-batch.
         gkd: Options of the objective.

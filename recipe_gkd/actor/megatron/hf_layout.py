@@ -19,7 +19,6 @@ def read_shard(weight: Weight, dims: ModelDims, read: ReadSlice, tp_rank: int, t
 
     Args:
         weight: Weight to read.
-        dims: Dimensions of the model.
         read: Reads slices of the Hugging Face tensors. Only the data of the shard is requested.
         tp_rank: Rank in the group that divides the weight.
         tp_size: Size of this group.
@@ -72,7 +71,6 @@ def join_shards(weight: Weight, dims: ModelDims, shards: Sequence[Tensor]) -> li
 
     Args:
         weight: Weight to convert.
-        dims: Dimensions of the model.
         shards: Shards of all ranks of the group, in order; one tensor if the weight is replicated.
     """
     match weight.shard_spec:

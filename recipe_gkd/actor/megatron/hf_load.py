@@ -16,7 +16,7 @@ from recipe_gkd.actor.megatron.hf_names import EMBEDDING, OUTPUT, Weight, weight
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.ranks import Layout
 from recipe_gkd.errors import ModelError
-from teacher.weight_files import INDEX_NAME, WeightFileError, open_weights, read_index
+from teacher.common.weight_files import INDEX_NAME, WeightFileError, open_weights, read_index
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -30,7 +30,6 @@ def local_weights(chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout) -
 
     Args:
         chunks: Model chunks of this rank.
-        dims: Dimensions of the whole model.
         layout: Coordinates of this rank.
     """
     in_layers: dict[tuple[int, str], Tensor] = {}
@@ -66,7 +65,6 @@ def load_hf(path: str | Path, chunks: Sequence[GPTModel], dims: ModelDims, layou
     Args:
         path: Folder with safetensors files.
         chunks: Model chunks of this rank.
-        dims: Dimensions of the whole model.
         layout: Coordinates of this rank.
 
     Raises:

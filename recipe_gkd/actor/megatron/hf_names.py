@@ -46,7 +46,7 @@ class Weight:
     Attributes:
         hf: Hugging Face names and full shapes.
         mcore: Alternative Megatron names, relative to the layer, or to the model chunk outside of the layers. The
-            second name is that of Transformer Engine, which merges a norm into the next linear layer and the experts
+            second name is Transformer Engine's, which merges a norm into the next linear layer and the experts
             of a rank into one module. In an expert's weight, ``{}`` stands for the index of the expert on its rank.
         shard_spec: Sharding.
         layer: Global layer index; None outside of the layers.

@@ -1,4 +1,4 @@
-"""Modules of a transformer layer: those of Transformer Engine, or torch's own modules.
+"""Modules of a transformer layer, from Transformer Engine or from torch.
 
 Megatron's "local" spec is not sufficient: its norm rejects sequence parallelism and ignores ``params_dtype``, and its
 attention allocates an S x S score matrix and does not support packed sequences.

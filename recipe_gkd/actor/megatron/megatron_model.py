@@ -22,7 +22,7 @@ from recipe_gkd.actor.megatron.packed_attention import attention_kernel
 from recipe_gkd.actor.megatron.parallel import init_parallel
 from recipe_gkd.actor.ranks import Layout, RankSpec
 from recipe_gkd.config.schema import Config
-from teacher.engines.head_dtype import wants_float32_head
+from teacher.common.head_dtype import wants_float32_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,6 @@ class MegatronModel:
     """One rank's part of the model in training.
 
     Attributes:
-        dims: Dimensions of the whole model.
         layout: Coordinates of this rank.
         device: Device of the parameters and of the collectives.
         dtype: Data type of weights and activations. The optimizer keeps float32 copies.
@@ -65,7 +64,6 @@ def build_megatron_model(config: Config, spec: RankSpec) -> MegatronModel:
     """Join the process groups, build the model, load its Hugging Face weights and create the optimizer. Collective.
 
     Args:
-        config: Configuration of the run.
         spec: This process.
 
     Raises:

@@ -37,9 +37,7 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
     """Return Megatron's configuration, with ``override_transformer_config`` applied last.
 
     Args:
-        dims: Dimensions of the model.
         config: Parallel layout, data type and overrides.
-        device: Device of the model.
 
     Raises:
         ConfigError: The layout does not divide the model, an override is unknown or not allowed, or Transformer Engine
@@ -59,7 +57,6 @@ def check_overrides(dims: ModelDims, config: MegatronConfig, device: str) -> Non
     """Check ``override_transformer_config`` and ``override_ddp_config`` before a worker starts.
 
     Args:
-        dims: Dimensions of the model.
         config: Parallel layout, data type and overrides.
         device: ``trainer.device``. If it can be a GPU, the layers and the packages of the workers are unknown.
             Overrides are accepted if they fit some layers. If this machine lacks a package for them, a warning is
@@ -211,7 +208,6 @@ def build_chunks(dims: ModelDims, config: TransformerConfig, device: torch.devic
     """Return this rank's part of the model, uninitialized: one chunk, or one per virtual pipeline stage.
 
     Args:
-        dims: Dimensions of the whole model.
         config: Megatron's configuration from :func:`transformer_config`.
         device: Device of the parameters.
     """

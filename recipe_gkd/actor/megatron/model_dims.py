@@ -38,7 +38,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDims(StudentDims):
-    """Dimensions needed to build a model and to convert its weights, besides those of :class:`StudentDims`.
+    """Dimensions needed to build a model and to convert its weights, in addition to :class:`StudentDims`.
 
     Attributes:
         family: One of :data:`FAMILIES`.
@@ -181,7 +181,7 @@ def _rope(hf: PretrainedConfig, path: str | Path) -> dict[str, Any]:
 def ensure_layout_fits(dims: ModelDims, config: MegatronConfig) -> None:
     """Check that the parallel layout divides the heads, the feed-forward columns, the experts and the layers.
 
-    Context parallelism has a check of its own, :func:`ensure_heads_fit_context`.
+    Context parallelism has its own check, :func:`ensure_heads_fit_context`.
 
     Raises:
         ConfigError: It does not.

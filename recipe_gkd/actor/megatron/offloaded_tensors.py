@@ -18,7 +18,6 @@ def state_tensors(model: MegatronModel, state: ActorState) -> Iterable[Tensor]:
     of the weights, which belong to ``params``.
 
     Args:
-        model: Model in training.
         state: ``params``, ``grads`` or ``optimizer``.
     """
     parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]

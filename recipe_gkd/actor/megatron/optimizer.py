@@ -79,7 +79,6 @@ def set_hyperparameters(optimizer: MegatronOptimizer, lr: float, optim: OptimCon
 
     Args:
         optimizer: Optimizer to change.
-        lr: Learning rate of the step.
         optim: Weight decay and betas.
     """
     for group in optimizer.param_groups:

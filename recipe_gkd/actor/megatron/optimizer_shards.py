@@ -5,7 +5,7 @@ union of few boxes: the rest of its first row, its complete rows, and the start 
 reads its boxes only. They are views of the optimizer's tensors, so that no rank allocates or receives the state of
 another rank.
 
-The names and complete shapes of the tensors are those of Megatron's format ``fully_reshardable``. A checkpoint can
+The tensors have the names and complete shapes of Megatron's format ``fully_reshardable``. A checkpoint can
 therefore be loaded in any parallel layout, and checkpoints that Megatron's own functions wrote can be loaded too.
 Megatron's functions gather the complete state of a model-parallel rank, 12 bytes per parameter, on every data-parallel
 rank, when they save and when they load.

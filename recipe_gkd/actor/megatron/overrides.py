@@ -60,7 +60,7 @@ def _type_problem(hint: Any, value: object) -> str:
     """Return what a value of a YAML file should be instead, empty if it fits. Megatron does not convert values."""
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:  # types with a configuration of their own
+    except PydanticUserError:  # types with their own configuration
         adapter = TypeAdapter(hint)
     try:
         converted = adapter.validate_python(value)

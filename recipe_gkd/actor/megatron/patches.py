@@ -187,7 +187,7 @@ class _OnHost(TorchFunctionMode):
             return args[0]
         if not kwargs:
             if func is _TYPE and len(args) == 1:
-                # optimizer/{optimizer,distrib_optimizer,clip_grads}.py compare this name with that of a CUDA tensor.
+                # optimizer/{optimizer,distrib_optimizer,clip_grads}.py compare this name with a CUDA tensor's.
                 # The name is unchanged if an outer context has replaced it already.
                 name = func(*args)
                 return name if ".cuda." in name else name.replace("torch.", "torch.cuda.", 1)

@@ -21,7 +21,6 @@ def communicator_options(model: MegatronModel, plan: MicroBatchPlan) -> dict[str
     """Return the arguments of Megatron's schedule that replace its communicator; none without pipeline stages.
 
     Args:
-        model: Model in training.
         plan: Micro-batches of the schedule's run.
     """
     if model.layout.pp_size == 1:

@@ -54,7 +54,7 @@ def rotate_heads(
 ):  # fmt: skip
     """Write the heads of a row, rotated by its angles times ``SIGN``, [rows, n_heads, 2 n_pairs]. Grid: rows.
 
-    The table has the cosines and the sines of a row, each for all channels of a head. Those of channels i and
+    The table has the cosines and the sines of a row, each for all channels of a head. The values of channels i and
     i + n_pairs are equal.
     """
     row = tl.program_id(0).to(tl.int64)

@@ -1,6 +1,6 @@
 """Whole responses on each context-parallel rank, for losses that combine the tokens of a response.
 
-A context rank has the loss rows of its own chunks; see :mod:`~recipe_gkd.actor.batch.context_parallel`. The student's
+A context rank has the loss rows of its chunks; see :mod:`~recipe_gkd.actor.batch.context_parallel`. The student's
 statistics of all rows are small compared with its activations, so that every rank can have all of them.
 
 Shape suffixes: T response tokens of one context rank, U response tokens of the micro-batch.
@@ -32,7 +32,7 @@ class ContextTokens:
         counts: Number of response tokens of each rank.
         by_response_U: Index of each response token in the concatenation of the ranks' tokens, one response after the
             other, int64.
-        own_T: Index of each of this rank's tokens among those of the micro-batch, int64.
+        own_T: Index of each of this rank's tokens among the micro-batch's tokens, int64.
     """
 
     group: ProcessGroup

@@ -30,7 +30,7 @@ _FORWARD, _REVERSE = "forward_kl_T", "reverse_kl_T"
 def kl_sums(updater: Updater, gkd: GkdConfig, samples: Sequence[Sample], step: int, n_token_ids: int) -> KlSums:
     """Return the sums of the tokens that this rank computes. Collective.
 
-    The sums of a sample over all ranks are those of the whole sample. Both models have ``gkd.distill_temperature``.
+    The sums over all ranks cover the whole sample. Both models have ``gkd.distill_temperature``.
 
     Args:
         updater: Updates of the model, whose limit of the micro-batches holds here too. The weights suffice.

@@ -85,7 +85,6 @@ class TokenMean:
     """A metric.
 
     Attributes:
-        name: Its name.
         over: Tokens of the mean.
         value: Function that returns the value at each token, [T].
     """

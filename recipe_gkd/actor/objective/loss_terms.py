@@ -51,7 +51,6 @@ class GlobalDenominators:
     """Counts over the global batch, by which the loss terms are divided.
 
     Attributes:
-        n_tokens: Response tokens.
         n_tokens_of: Tokens of each loss term.
         n_responses_of: Responses of each loss term that have tokens.
     """

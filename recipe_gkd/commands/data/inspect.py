@@ -110,7 +110,6 @@ def describe_prompts(
     Args:
         data_set: Rows of the data set.
         config: Settings of the data.
-        tokenizer: Tokenizer of the student.
         shown_row: Row whose prompt is shown.
 
     Raises:

@@ -45,7 +45,6 @@ class Converted:
     """Rows of files in the training format.
 
     Attributes:
-        rows: The rows.
         n_empty: Number of rows without a prompt, which were dropped.
         renamed: Columns with the name of an output column, which became ``original_NAME``.
     """
@@ -60,7 +59,6 @@ class Split:
     """Rows of the output.
 
     Attributes:
-        train: Training rows.
         validation: Held-out rows, which may be empty.
         n_empty: Number of rows without a prompt, which were dropped.
         n_shared: Number of training rows whose prompt is held out, which were dropped.
@@ -279,7 +277,7 @@ def _other_columns(row: Row, columns: Sequence[str], arguments: argparse.Namespa
 
 
 def _without_collisions(others: OutputRow, made: OutputRow, where: str, renamed: dict[str, str]) -> OutputRow:
-    """Return other columns, with another name for those that have the name of an output column."""
+    """Return other columns, with another name for any that has the name of an output column."""
     found = {}
     for name, value in others.items():
         if name in made:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 256
 _MANY = 0.5
-"""Fraction of overlong prompts from which on they are reported."""
+"""Smallest fraction of overlong prompts that is reported."""
 
 
 def read_data_sets(config: Config) -> tuple[dict[str, DataSet], list[Finding]]:
@@ -52,10 +52,8 @@ def data_findings(
     """Check the columns that the run needs, and tokenize evenly spaced rows.
 
     Args:
-        config: Configuration of the run.
         key: Config key of the files.
         data_set: Rows of the files.
-        tokenizer: Tokenizer of the student.
         truth_use: Use of the ground truth by the reward functions.
     """
     for setting, name, purpose in _needed_columns(config, key):

@@ -19,7 +19,6 @@ class Finding:
     """Result of a check.
 
     Attributes:
-        check: Name of the check.
         severity: ``problem`` if the run cannot work, ``skipped`` if the check was not possible.
         text: What was found. For a warning and a problem also what is expected, and the remedy.
     """
@@ -44,7 +43,6 @@ def problems_of(name: str, messages: Iterable[str], *, otherwise: str, severity:
     """Return a finding for each message, or one that everything is in order.
 
     Args:
-        name: Name of the check.
         messages: Problems with their remedies.
         otherwise: Text of the finding if there is no message.
         severity: Severity of the messages.

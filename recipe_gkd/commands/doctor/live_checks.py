@@ -76,11 +76,10 @@ def _check_all(config: Config) -> Iterator[Finding]:
 def live_config(config: Config, folder: Path) -> Config:
     """Return the configuration of updates on few prompts with short responses, which writes no checkpoint.
 
-    Layout, data types, kernels and limits of the engines stay those of the run. The objective is forward KL alone with
+    Layout, data types, kernels and limits of the engines stay as in the run. The objective is forward KL alone with
     the tail as one outcome, which is 0 for equal distributions.
 
     Args:
-        config: Configuration of the run.
         folder: Folder for the diagnosis of a failure.
     """
     settings, length = config.actor_rollout_ref, engine_length(config)

@@ -22,7 +22,8 @@ from recipe_gkd.memory_budget.slots import slot_memory
 from recipe_gkd.metrics.loggers.logger_checks import check_loggers
 from recipe_gkd.metrics.loggers.prometheus_logger import check_metrics_port
 from recipe_gkd.runtime.socket_paths import shorten_socket_paths
-from teacher.machine_checks import driver_release, find_problems, shared_memory_problems, size_text
+from teacher.common.machine_checks import driver_release, find_problems, shared_memory_problems
+from teacher.common.sizes import size_text
 
 CONNECT_TIMEOUT_S = 5.0
 """Deadline of a TCP connection to another service."""

@@ -31,7 +31,7 @@ _SHOWN_CHARS = 60
 
 
 def reward_findings(config: Config) -> tuple[TruthUse, list[Finding]]:
-    """Load the reward functions in a process of their own, and call none of them.
+    """Load the reward functions in separate processes, and call none of them.
 
     Returns:
         Use of the ground truth, and the findings; none if the run computes no rewards.
@@ -58,9 +58,7 @@ def reward_call_findings(
     """Call the reward functions once, on the first row that they would score, and report what they return.
 
     Args:
-        config: Configuration of the run.
         data_sets: Rows of the files, by their config keys.
-        tokenizer: Tokenizer of the student.
         truth_use: Use of the ground truth by the functions.
     """
     key = TRAIN_FILES if trains_on_rewards(config) else VAL_FILES

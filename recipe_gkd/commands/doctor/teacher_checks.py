@@ -36,9 +36,7 @@ def teacher_findings(config: Config, data_set: DataSet | None, student: Student)
     """Check each teacher of the run, and then the ids at which a response ends.
 
     Args:
-        config: Configuration of the run.
         data_set: Training data; None if it cannot be read. All teachers are checked then.
-        student: Student of the run.
     """
     if not uses_teacher(config.gkd):
         yield Finding("teacher", "skipped", "the run needs none (gkd.enable_teacher)")

@@ -41,7 +41,7 @@ def tested_versions(device: str) -> dict[str, str]:
 
 
 def _requirements() -> dict[str, Requirement]:
-    """Return the requirements of the installed project by name. Those of its extras are left out."""
+    """Return the requirements of the installed project by name, without its extras."""
     try:
         lines = metadata.requires(_PROJECT) or []
     except metadata.PackageNotFoundError:  # run from a folder without installation

@@ -44,7 +44,8 @@ from recipe_gkd.rollout.offline_engine import (
     vllm_engine,
 )
 from recipe_gkd.validation import read_sources
-from teacher.fingerprint import count_ids
+from teacher.common.fingerprint import count_ids
+from teacher.common.sizes import GIB
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +87,6 @@ def run(args: argparse.Namespace, folders: Sequence[Path], config: Config) -> li
 
     Args:
         args: Arguments of the command.
-        folders: Model folders.
         config: Names of columns, lengths and the reward function.
     """
     evaluations = []
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, folders: Sequence[Path], config: Config) -> li
 
 
 def _record_writer(file: TextIO | None) -> Callable[[Sequence[Record]], None]:
-    """Return a function that writes the records of a model, in place of those that it wrote before."""
+    """Return a function that writes the records of a model, in place of the records that it wrote before."""
     start = 0 if file is None else file.tell()
 
     def save(records: Sequence[Record]) -> None:
@@ -305,7 +305,7 @@ def options_of(args: argparse.Namespace, config: Config) -> OfflineEngineOptions
         dtype=args.dtype,
         tensor_parallel_size=args.tensor_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,
-        cpu_cache_bytes=int(args.cpu_cache_gb * 2**30),
+        cpu_cache_bytes=int(args.cpu_cache_gb * GIB),
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
         seed=config.data.seed,
     )
@@ -352,7 +352,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=1.0, help="probability mass that tokens are sampled from (default: 1)")
     add("--json", type=Path, metavar="OUT", help="file for the results")
     add("--responses", type=Path, metavar="OUT", help="file for all responses, one JSON object per line")
-    add("--dtype", choices=DTYPES, default="auto", help="data type of the weights (default: that of the folder)")
+    add("--dtype", choices=DTYPES, default="auto", help="data type of the weights (default: the folder's)")
     add("--tensor-parallel", type=_count, default=1, metavar="N", help="number of GPUs (default: 1)")
     add("--gpu-memory-utilization", type=float, default=0.8, metavar="X", help="share of a GPU's memory (default: 0.8)")
     add("--cpu-cache-gb", type=float, default=1.0, metavar="GIB", help="KV cache on a CPU, in GiB (default: 1)")

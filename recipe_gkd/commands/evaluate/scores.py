@@ -49,7 +49,6 @@ class ScoreSummary:
     """Statistics of a model on the prompts of a data source.
 
     Attributes:
-        n_prompts: Number of prompts.
         mean: Mean over the prompts of the mean reward of their responses, ``avg@n``. Failed calls are left out. None
             without rewards.
         mean_error: Standard error of ``mean`` over the prompts. None for fewer than two prompts.

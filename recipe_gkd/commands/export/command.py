@@ -15,6 +15,7 @@ from recipe_gkd.actor.environment import worker_environment
 from recipe_gkd.commands.export.source import find_source
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import CheckpointError
+from teacher.common.sizes import GIB
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_SHARD_GB = 4.0
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.adapter:
             write_adapter(source, args.out)
         else:
-            write_model(source, args.out, dtype=args.dtype, max_shard_bytes=int(args.max_shard_gb * 2**30))
+            write_model(source, args.out, dtype=args.dtype, max_shard_bytes=int(args.max_shard_gb * GIB))
     except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
         print(f"error: {as_known_error(error, 'export')}", file=sys.stderr)
         return 1
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder global_step_N, or folder of a run")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     parser.add_argument("--adapter", action="store_true", help="write the LoRA adapters, not merged, for peft")
-    parser.add_argument("--dtype", choices=DTYPES, help="data type of the weights (default: that of the run)")
+    parser.add_argument("--dtype", choices=DTYPES, help="data type of the weights (default: the run's)")
     parser.add_argument(
         "--max-shard-gb",
         type=_positive,

@@ -50,7 +50,7 @@ def find_source(checkpoint: Path, model: Path | None = None, config_file: Path |
 
     Args:
         checkpoint: Folder of a checkpoint, or of a run.
-        model: Model folder. None: that of the run's configuration.
+        model: Model folder. None: the model folder of the run's configuration.
         config_file: Configuration of the run. None: ``config.yaml`` in the folder of the run.
 
     Raises:

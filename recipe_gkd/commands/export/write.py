@@ -30,8 +30,8 @@ def write_model(source: Source, out: Path, *, dtype: str | None, max_shard_bytes
     Args:
         source: Checkpoint.
         out: Folder to create. An empty folder is replaced.
-        dtype: Data type of floating-point weights. None: that of the run.
-        max_shard_bytes: Maximum size of a weight file. A larger weight gets a file of its own.
+        dtype: Data type of floating-point weights. None: the run's.
+        max_shard_bytes: Maximum size of a weight file. A larger weight gets its own file.
 
     Raises:
         CheckpointError: The checkpoint is damaged, is of another model, or has no weights; or ``out`` cannot be

@@ -2,7 +2,7 @@
 
 python -m recipe_gkd gpu_smoke [--device cuda|cpu] [--only NAME ...] [--json FILE] [--list]
 
-Each check runs in a process of its own with a deadline, so that a crash or a hang does not hide the others. A check
+Each check runs in a separate process with a deadline, so that a crash or a hang does not hide the others. A check
 that this machine does not allow (it needs two GPUs, vLLM is not installed) is reported as not possible, with the
 reason, and is no failure.
 """

@@ -49,7 +49,6 @@ def running_actor(
     """Set up an actor in this process, and destroy its process groups at the end.
 
     Args:
-        config: Configuration of the run.
         rank: Rank of this process, and its GPU.
         world_size: Number of ranks.
         store: Store that all ranks use. None opens one.
@@ -119,7 +118,7 @@ def _check_dtype(context: Context, dtype: str, *overrides: str) -> str:
 
 
 def check_actor_offload(context: Context) -> str:
-    """Compare updates of an actor whose states leave the device between them with those of one whose states stay."""
+    """Check that updates with and without offloading give equal weights."""
     folder, dtype = write_model(context.folder / "model", seed=0), "bfloat16"
     layers = (f"{ACTOR}.megatron.dtype={dtype}", f"{ACTOR}.megatron.transformer_impl=local")
     keys = [f"{ACTOR}.megatron.{state}_offload=true" for state in ("param", "grad", "optimizer")]

@@ -28,7 +28,6 @@ class Check:
         gpus: Number of GPUs that it needs on CUDA.
         packages: Packages that it needs: ``vllm``, ``ray``.
         deadline_s: Deadline on CUDA. Kernels may be compiled at first use.
-        cpu_deadline_s: Deadline on a CPU.
         environment: Worker whose environment variables its process gets.
     """
 
@@ -52,7 +51,7 @@ class Check:
         return function
 
     def variables(self, device: str) -> dict[str, str]:
-        """Return the environment variables that its process gets in addition to those of this process."""
+        """Return the environment variables that its process gets in addition to this process's."""
         offline = {"HF_HUB_OFFLINE": "1"}
         on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if device == "cpu" else {}
         worker: dict[str, str] = {}
@@ -67,8 +66,7 @@ class Check:
 
         Args:
             device: ``"cuda"`` or ``"cpu"``.
-            n_gpus: Number of GPUs.
-            installed: Versions of the packages, None for those that are not installed; see
+            installed: Versions of the packages, None if a package is not installed; see
                 :func:`~recipe_gkd.commands.gpu_smoke.machine.versions`.
         """
         if device == "cuda" and n_gpus < self.gpus:

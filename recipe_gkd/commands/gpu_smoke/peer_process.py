@@ -17,7 +17,6 @@ class Peer:
     """The check's end of the connection.
 
     Args:
-        connection: Connection to the process.
         timeout_s: Deadline of each message.
     """
 

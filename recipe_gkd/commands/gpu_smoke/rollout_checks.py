@@ -65,7 +65,7 @@ def _check_engine(context: Context, tensor_parallel_size: int) -> str:
     # NCCL connects one process per GPU, so it needs a GPU that the engine does not use.
     collective = context.device == "cpu" or context.n_gpus > tensor_parallel_size
     transport, sender = ("collective", tensor_parallel_size) if collective else ("ipc", 0)
-    # In a process of its own, because vLLM keeps state of its first engine.
+    # In its own process, because vLLM keeps state of its first engine.
     with running_peer(
         _generate_fresh, context, folders[_NEW], tensor_parallel_size, timeout_s=context.deadline_s
     ) as peer:
@@ -84,7 +84,7 @@ def _check_engine(context: Context, tensor_parallel_size: int) -> str:
                 _compare(context, f"v{version}, {kind}", _generate(engine), expected)
             peer.send(None)
     _compare_with_transformers(context, folders[_NEW], fresh_new)
-    return f"{_N_PROMPTS} responses after each of 3 syncs over {transport} agree with those of freshly loaded engines"
+    return f"{_N_PROMPTS} responses after each of 3 syncs over {transport} agree with freshly loaded engines"
 
 
 def check_rollout_sleep(context: Context) -> str:
@@ -258,7 +258,7 @@ def _error_of_common_tokens(found: Response, expected: Response) -> float:
 
 
 def _compare_with_transformers(context: Context, folder: Path, responses: Responses) -> None:
-    """Compare the log-probabilities of the engine with those of transformers in float32, as a mean over tokens."""
+    """Compare the log-probabilities of the engine with transformers in float32, as a mean over tokens."""
     model = read_model(folder, torch.float32)
     errors = []
     for prompt in make_prompts(_N_PROMPTS):

@@ -1,4 +1,4 @@
-"""One check in a process of its own."""
+"""One check in a separate process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ def run_check(
     """Run a check in its process, if it is possible on this machine.
 
     Args:
-        check: The check.
         device: ``"cuda"`` or ``"cpu"``.
-        n_gpus: Number of GPUs.
         installed: Versions of the packages; see :meth:`Check.obstacle`.
         folder: Existing folder for files and the log ``NAME.log``.
-        deadline_s: Deadline; None for that of the check.
+        deadline_s: Deadline; None for the deadline of the check.
     """
     if obstacle := check.obstacle(device, n_gpus, installed):
         return Outcome(name=check.name, status="not possible here", detail=obstacle)

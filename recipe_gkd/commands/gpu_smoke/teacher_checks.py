@@ -18,7 +18,7 @@ _PROMPT_TOKENS = 1
 
 
 def dtype_of(context: Context) -> str:
-    """Return the data type of the teacher: that of real teachers on a GPU, an exact one on a CPU."""
+    """Return the data type of the teacher: as of real teachers on a GPU, an exact one on a CPU."""
     return "bfloat16" if context.device == "cuda" else "float32"
 
 
@@ -63,7 +63,7 @@ def _errors(model: torch.nn.Module, sequence: TeacherSequence, scored: ScoredSeq
     if scored.topk_ids_TK.shape != (len(logps_TV), TOP_K):
         raise CheckFailed(f"the service returned ids {scored.topk_ids_TK.shape}, expected {len(logps_TV), TOP_K}")
     tokens_T1 = sequence.token_ids[sequence.prompt_len :, None]
-    # By id, and by rank: the largest log-probabilities must be those of the service, whichever ids tie.
+    # By id, and by rank: the largest log-probabilities must equal the service's, whichever ids tie.
     by_id = scored.topk_logps_TK - np.take_along_axis(logps_TV, scored.topk_ids_TK.astype(np.int64), 1)
     by_rank = scored.topk_logps_TK + np.sort(-logps_TV, axis=1)[:, :TOP_K]
     sampled = scored.sampled_logps_T - np.take_along_axis(logps_TV, tokens_T1, 1)[:, 0]

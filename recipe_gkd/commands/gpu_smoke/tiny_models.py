@@ -35,7 +35,7 @@ def write_model(folder: Path, *, seed: int, with_tokenizer: bool = False) -> Pat
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from recipe_gkd.quickstart.tokenizer import build_tokenizer
+    from recipe_gkd.addition.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer() if with_tokenizer else None
     config = Qwen2Config(
@@ -98,8 +98,6 @@ def make_sample(prompt: Prompt, ids_T: np.ndarray, logps_TK: np.ndarray, ids_TK:
     """Return a sample of version 0 whose sampled log-probabilities are 0.
 
     Args:
-        prompt: Prompt.
-        ids_T: Token ids of the response.
         logps_TK: Log-probabilities of the teacher's top-k.
         ids_TK: Token ids of the teacher's top-k.
     """

@@ -1,6 +1,6 @@
-"""Weight transports between two processes. The receiver compares all tensors with those that were sent.
+"""Weight transports between two processes. The receiver compares all tensors with what was sent.
 
-The receiver copies the buckets on a stream of its own, as vLLM's tensor-parallel workers do. If memory of a bucket were
+The receiver copies the buckets on its own stream, as vLLM's tensor-parallel workers do. If memory of a bucket were
 reused before the copy has run, its tensors would differ.
 """
 
@@ -48,8 +48,6 @@ def _transfer(context: Context, transport: str, sender: int, receiver: int) -> f
     """Send all versions. Return the speed of the fastest, in GB/s.
 
     Args:
-        context: Context of the check.
-        transport: Name of the transport.
         sender: GPU of this process.
         receiver: GPU of the other process.
     """

@@ -2,7 +2,7 @@
 
 python -m recipe_gkd plan --config-name on_policy_distill_trainer key=value ... [--device-memory-gb 80] [--json]
 
-Of the model only config.json is read, and no data. The memory is that of the fullest rank: weights, gradients and
+Of the model only config.json is read, and no data. The memory is estimated for the fullest rank: weights, gradients and
 optimizer state, activations and logits of a full micro-batch, and the KV cache. If something does not fit, the smallest
 change of the configuration that makes it fit is printed with its figures.
 

@@ -14,10 +14,9 @@ transformers (FSDP) 5     4     2     4
 
 Models with experts have 5 F in both kinds of Megatron's layers, because they use its own activation.
 
-The first row is that of ``benchmarks/actor_memory.py``. The last two were measured on a CPU in float32, the second and
-the last on an H200 in bfloat16. The backward pass of a layer holds another 6 H per token. With recomputation the inputs
-of all layers and the activations of one remain. The logits of the Megatron backend exist once, because their gradient
-is written over them; those of FSDP exist twice.
+The last two rows were measured on a CPU in float32, the second and the last on an H200 in bfloat16. The backward pass
+of a layer holds another 6 H per token. With recomputation the inputs of all layers and the activations of one remain.
+The logits of the Megatron backend exist once, because their gradient is written over them; with FSDP they exist twice.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from recipe_gkd.actor.student_dims import StudentDims
 from recipe_gkd.config.schema import Config
 from recipe_gkd.losses.fused_head import BLOCK_BYTES
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES
-from teacher.engines.head_dtype import wants_float32_head
+from teacher.common.head_dtype import wants_float32_head
 
 _TRANSFORMER_ENGINE, _TRANSFORMERS = (4, 2, 2, 3), (5, 4, 2, 4)
 _LOCAL = {"cuda": (5, 4, 3, 3), "cpu": (5, 4, 3, 4)}
@@ -61,12 +60,10 @@ class MicroBatchMemory:
 def micro_batch_memory(config: Config, device: str, dims: StudentDims, top_k: int) -> MicroBatchMemory:
     """Return the memory of the largest micro-batch, all of whose positions may be response tokens.
 
-    With pipeline parallelism the sum is that of the fuller one of the first and the last stage.
+    With pipeline parallelism the sum is for the fuller one of the first and the last stage.
 
     Args:
-        config: Configuration of the run.
         device: ``"cuda"`` or ``"cpu"``.
-        dims: Dimensions of the student.
         top_k: Number of ids of the teacher at each position.
     """
     actor = config.actor_rollout_ref.actor

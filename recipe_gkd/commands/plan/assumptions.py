@@ -83,7 +83,6 @@ class Assumption:
 
     Attributes:
         name: Name of the constant in this module.
-        value: Its value.
         text: Meaning and unit.
         is_measured: True if the value was measured on :data:`REFERENCE_DEVICE` or, for scoring workers, on a CPU.
     """

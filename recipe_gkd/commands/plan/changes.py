@@ -41,7 +41,7 @@ def smallest_change(config: Config, device: str, device_memory: int) -> Change |
     """Return the first change with which everything fits; None if there is none.
 
     Each candidate is tried alone, in the order of its cost. Then candidates are added to each other in the same order,
-    without those that do not help.
+    without changes that do not help.
 
     Args:
         config: Configuration of a run that does not fit.
@@ -68,7 +68,6 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return the configuration with other values.
 
     Args:
-        config: Configuration of a run.
         values: Dotted key -> value.
 
     Raises:

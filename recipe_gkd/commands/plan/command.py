@@ -18,10 +18,10 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.keys import TRAIN_FILES
 from recipe_gkd.config.load import read_config
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.memory_budget.phases import GIB
 from recipe_gkd.memory_budget.slots import slot_memory
 from recipe_gkd.model_files import find_model
 from recipe_gkd.preflight import with_model_path
+from teacher.common.sizes import GIB, size_text
 
 _KEYS_WITHOUT_EFFECT = (TRAIN_FILES,)
 
@@ -66,8 +66,8 @@ def plan_text(device: str, estimate: RunEstimate, change: Change | None) -> str:
         f"student: {_count(estimate.n_parameters)} parameters, {_count(estimate.n_rank_parameters)} on an actor rank",
         f"step: {estimate.tokens} tokens at most, {estimate.micro_batches} micro-batches of up to "
         f"{estimate.micro_batch_tokens} tokens per data-parallel rank",
-        f"weight sync: {_bytes(estimate.sync_bytes)} to each rollout worker",
-        f"teacher: {_bytes(estimate.teacher_bytes)} per step at most, top {estimate.top_k}",
+        f"weight sync: {size_text(estimate.sync_bytes)} to each rollout worker",
+        f"teacher: {size_text(estimate.teacher_bytes)} per step at most, top {estimate.top_k}",
         f"KV cache: {estimate.cached_tokens} tokens per engine",
         f"memory of a {kind}: {memory}",
         *(line for pool in estimate.pools for line in _pool_lines(pool)),
@@ -131,10 +131,6 @@ def _count(number: float) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
 
 
-def _bytes(number: float) -> str:
-    return f"{number / GIB:.2f} GiB" if number >= GIB else f"{number / (1 << 20):.1f} MiB"
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     from recipe_gkd.commands import plan
 
@@ -142,10 +138,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--device-memory-gb",
         type=_positive,
-        help="memory of one GPU or CPU slot in GiB (default: that of this machine)",
+        help="memory of one GPU or CPU slot in GiB (default: this machine's)",
     )
     parser.add_argument("--timing", action="store_true", help="also predict the time of each stage of a step")
-    parser.add_argument("--device-name", help="with --timing: name of the GPU (default: that of this machine)")
+    parser.add_argument("--device-name", help="with --timing: name of the GPU (default: this machine's)")
     parser.add_argument("--teacher-model", metavar="DIR", help="with --timing: folder with the teacher's config.json")
     parser.add_argument(
         "--teacher-gpus", type=_count_of_gpus, metavar="N", help="with --timing: GPUs of all teacher workers together"

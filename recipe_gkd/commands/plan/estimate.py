@@ -11,8 +11,9 @@ from recipe_gkd.actor.student_dims import StudentDims
 from recipe_gkd.commands.plan.activations import MicroBatchMemory, micro_batch_memory, micro_batch_tokens
 from recipe_gkd.config.schema import Config
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
-from recipe_gkd.memory_budget.phases import ACTOR_PARTS, GIB, PhaseMemory, engine_overhead, phase_memory
+from recipe_gkd.memory_budget.phases import ACTOR_PARTS, PhaseMemory, engine_overhead, phase_memory
 from recipe_gkd.rollout.limits import engine_length
+from teacher.common.sizes import GIB
 
 PROCESS_BYTES = {"cpu": 0.7 * GIB, "cuda": 2 * GIB}
 """Memory of an actor without a model: the libraries on a CPU, the context and communication buffers on CUDA."""
@@ -46,9 +47,7 @@ class RunEstimate:
     """Figures of a run.
 
     Attributes:
-        n_parameters: Parameters of the student.
         n_rank_parameters: Parameters of the actor rank with the most.
-        pools: Memory of the devices.
         device_memory: Memory of a device in bytes; None if it is unknown.
         problems: What does not fit.
         excess: Bytes by which the memory is exceeded, summed over the pools.
@@ -154,7 +153,7 @@ def _pools(
 
 
 def _update_parts(config: Config, device: str, actor: ActorMemory, batch: MicroBatchMemory) -> dict[str, float]:
-    """Return the parts of the larger one of both peaks of an update: the backward pass, or the optimizer step."""
+    """Return the memory at the update's peak: backward pass or optimizer step, whichever is larger."""
     largest: States = max(actor.stages, key=lambda stage: sum(stage.values()))
     states = {part: largest[state] for state, part in ACTOR_PARTS.items()}
     process = {"process": PROCESS_BYTES[device]}

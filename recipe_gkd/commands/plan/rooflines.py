@@ -31,7 +31,6 @@ class DeviceRates:
     """Peak rates of a device.
 
     Attributes:
-        name: Name of the device.
         flops: Matrix products in the data type of a model, in FLOP/s.
         bandwidth: Device memory, in bytes per second.
     """
@@ -46,7 +45,6 @@ class Workload:
     """Responses of a step.
 
     Attributes:
-        n_responses: Number of responses.
         prompt_tokens: Mean length of a prompt, in tokens.
         response_tokens: Mean length of a response, in tokens.
         longest_response: Length of the longest response, in tokens.
@@ -63,7 +61,6 @@ class Engine:
     """Inference engine.
 
     Attributes:
-        dims: Dimensions of its model.
         item: Bytes of a weight, and of a number in the KV cache.
         n_gpus: Number of tensor-parallel GPUs.
         max_in_flight: Maximum number of responses at a time.
@@ -109,7 +106,6 @@ def generation_seconds(workload: Workload, engine: Engine, device: DeviceRates) 
 
     Args:
         workload: Responses of this engine.
-        engine: Rollout engine.
         device: Rates of one GPU.
     """
     dims, n = engine.dims, workload.n_responses
@@ -151,7 +147,6 @@ def weight_bytes(dims: StudentDims, item: int, batch: int) -> float:
     ``k`` of ``E`` experts per token, chosen independently.
 
     Args:
-        dims: Dimensions of the model.
         item: Bytes of a weight.
         batch: Number of tokens in the step.
     """
@@ -175,7 +170,6 @@ def scoring_seconds(workload: Workload, dims: StudentDims, device: DeviceRates, 
 
     Args:
         workload: Responses of the step.
-        dims: Dimensions of the teacher.
         device: Rates of one GPU.
         n_gpus: Number of GPUs of all teacher workers together.
     """

@@ -30,9 +30,9 @@ from recipe_gkd.memory_budget.slots import query_gpus
 from recipe_gkd.metrics.advice.step_time_model import StageSeconds, step_bound, step_seconds, step_time_bounds
 from recipe_gkd.metrics.device_peaks import MEMORY_TB_PER_S, PEAKS, memory_tb_per_s, peak_tflops
 from recipe_gkd.model_files import find_model
+from teacher.common.sizes import MIB
 
 _GPUS_PER_NODE = 8
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,7 @@ class TeacherSetup:
     """Teacher of a prediction. The configuration of a run has only the address of its service.
 
     Attributes:
-        dims: Dimensions of the model.
-        n_gpus: Number of GPUs of all teacher workers together, of the same kind as those of the run.
+        n_gpus: Number of GPUs of all teacher workers together, of the same kind as the run's.
     """
 
     dims: StudentDims
@@ -78,8 +77,6 @@ class TimingEstimate:
     Attributes:
         device: Rates of the actor's GPUs.
         workload: Responses of a step.
-        n_engines: Number of rollout engines.
-        n_teacher_gpus: Number of GPUs of the teacher.
         n_actor_gpus: Number of actor ranks.
         generation: Times of the engine with the most responses.
         teacher: Parts of the teacher's time: ``forward``, ``top-k``, and ``wire``, which overlaps with both.
@@ -114,7 +111,6 @@ def estimate_timing(
     Args:
         config: Configuration of the run, whose model path is a folder.
         estimate: Figures of the same run.
-        teacher: Teacher of the run.
         device_name: Name of the GPU as torch reports it; None for the GPU of this machine.
 
     Raises:
@@ -165,7 +161,6 @@ def read_teacher(config: Config, folder: str | None, n_gpus: int | None) -> Teac
     """Return the teacher of a prediction.
 
     Args:
-        config: Configuration of the run.
         folder: Folder or hub name of the teacher, of which ``config.json`` is read; None for
             ``actor_rollout_ref.teacher.model_path``.
         n_gpus: GPUs of all teacher workers; None for ``actor_rollout_ref.teacher.n_server_workers``, or else 1.
@@ -236,7 +231,7 @@ def sync_seconds(n_bytes: float, transport: str, bucket_megabytes: float) -> flo
         bucket_megabytes: Size of a bucket in MiB.
     """
     if transport == "ipc":
-        n_buckets = math.ceil(n_bytes / (bucket_megabytes * _MIB))
+        n_buckets = math.ceil(n_bytes / (bucket_megabytes * MIB))
         return n_buckets * assumed.IPC_BUCKET_S + n_bytes / (assumed.IPC_GB_PER_S * 1e9)
     rate = assumed.NODE_GB_PER_S if transport == "node" else assumed.NETWORK_GB_PER_S
     return n_bytes / (rate * 1e9) * assumed.SYNC_OVERHEAD

@@ -20,8 +20,6 @@ def update_parts(config: Config, dims: StudentDims, workload: Workload, device: 
     m)`` (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Communication between ranks is not counted.
 
     Args:
-        config: Configuration of the run.
-        dims: Dimensions of the student.
         workload: Responses of the step.
         device: Rates of an actor's GPU.
     """
@@ -39,11 +37,9 @@ def update_parts(config: Config, dims: StudentDims, workload: Workload, device: 
 
 
 def model_flops(config: Config, dims: StudentDims, workload: Workload) -> float:
-    """Return the model FLOPs of an update; with LoRA without those of weight gradients.
+    """Return the model FLOPs of an update; with LoRA without the FLOPs of weight gradients.
 
     Args:
-        config: Configuration of the run.
-        dims: Dimensions of the student.
         workload: Responses of the step.
     """
     n, tokens = workload.n_responses, workload.prompt_tokens + workload.response_tokens - 1

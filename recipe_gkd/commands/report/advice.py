@@ -27,7 +27,6 @@ class Rule:
     """A metric with a limit.
 
     Attributes:
-        metric: Name of the metric.
         is_bad: Function of its mean over the last :data:`N_STEPS` steps.
         finding: Sentence about the value, with ``{value}``.
         remedy: What to do.
@@ -101,7 +100,7 @@ def advice_section(run: Run) -> str:
 
 
 def bottlenecks(run: Run) -> list[tuple[str, str]]:
-    """Return finding and remedy of each lasting bottleneck: those of the log, or the one of the last steps."""
+    """Return finding and remedy of each lasting bottleneck: as logged, or for the last steps."""
     latest: dict[str, tuple[str, str]] = {}
     for time, line in run.advice:
         kind = re.sub(r"[\d.]+(e-?\d+)?", "#", line.partition(" (idle")[0])
@@ -126,7 +125,7 @@ def truncated_validations(run: Run) -> list[tuple[str, str]]:
         source = re.fullmatch(r"val/(.+)/truncated_fraction", name)
         if source and (value := float(series.values[-1])) > MAX_TRUNCATED:
             finding = f"{value:.0%} of the last validation responses of {source[1]} are truncated."
-            remedy = "Their rewards are those of unfinished responses. Raise data.max_response_length."
+            remedy = "Their rewards belong to unfinished responses. Raise data.max_response_length."
             found.append((finding, remedy))
     return found
 

@@ -55,7 +55,6 @@ class Run:
     """Content of a run folder.
 
     Attributes:
-        folder: The folder.
         series: Values of each metric, by name.
         recent: Complete metrics of the last :data:`MAX_RECENT_STEPS` steps, oldest first.
         config: Configuration with all defaults. Empty if its file is missing.
@@ -95,9 +94,6 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Read all files of a run that the report shows.
-
-    Args:
-        folder: Folder of the run.
 
     Raises:
         DataError: The folder has no metrics.

@@ -111,7 +111,7 @@ def step_ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Return a short decimal number with a minus sign of its own: 12.3k, 0.0456, 3e-05."""
+    """Return a short decimal number with a typographic minus sign: 12.3k, 0.0456, 3e-05."""
     size = abs(value)
     if value == 0 or not math.isfinite(value):
         text = "0" if value == 0 else str(value)

@@ -18,7 +18,7 @@ N_UPDATES = 8
 MAX_ROWS = 28
 MAX_SPANS = 4000
 COLORS = {"update": 1, "generate": 2, "score": 3, "sync": 4, "compute": 5, "validate": 6, "save_checkpoint": 7}
-"""Color of each span by the first word of its name. Waits have a color of their own; others are gray."""
+"""Color of each span by the first word of its name. Waits have their own color; others are gray."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,6 @@ class Span:
 
     Attributes:
         row: Process and thread in the trace file.
-        name: Name with the step.
         start: Start in seconds.
         end: End in seconds.
     """
@@ -39,7 +38,7 @@ class Span:
 
 
 def find_trace(run: Path, setting: object) -> Path | None:
-    """Return the trace file of a run: that of its configuration, or ``trace.json`` in its folder. None if absent."""
+    """Return the trace file of a run: the configured one, or ``trace.json`` in its folder. None if absent."""
     candidates = [Path(str(setting)).expanduser()] if setting else []
     return next((path for path in [*candidates, run / "trace.json"] if path.is_file()), None)
 
@@ -93,7 +92,7 @@ def read_spans(path: Path) -> tuple[dict[tuple[int, int], str], list[Span]]:
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of the start and of the end of a file. Without those of the start, except for names."""
+    """Yield the events at the start and at the end of a file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size > 2 * MAX_BYTES:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from recipe_gkd.config.keys import ACTOR, FSDP, MEGATRON, ROLLOUT, TEACHER
 
-SERVICE = f"the teacher is a service of its own, started by `teacher/start_server.sh`; `{TEACHER}.server_ip` names it"
+SERVICE = f"the teacher is a separate service, started by `teacher/start_server.sh`; `{TEACHER}.server_ip` names it"
 PACKED = "remove it: sequences are always packed without padding"
 RECOMPUTE = (
     f"`{FSDP}.gradient_checkpointing`, or with Megatron `{MEGATRON}.override_transformer_config.recompute_granularity`"
@@ -75,7 +75,7 @@ class Project:
 
 
 def same(*names: str, key: str, advice: str = "", values: Mapping[str, str] | None = None) -> ForeignKey:
-    """Return a row of keys that are accepted as our ``key``. ``values`` has those that mean another value here."""
+    """Return a row of keys that are accepted as our ``key``. ``values`` translates values."""
     return ForeignKey(names=names, key=key, advice=advice, values=values or {})
 
 

@@ -32,7 +32,7 @@ VERL = Project(
             "actor_rollout_ref.ref.*",
             "algorithm.use_kl_in_reward",
             "algorithm.kl_ctrl.*",
-            advice="remove it: there is no reference policy; the KL divergence is that of the teacher",
+            advice="remove it: there is no reference policy; the KL divergence is with the teacher",
             fixed=("false",),
         ),
         other(

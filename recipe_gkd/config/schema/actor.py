@@ -18,7 +18,7 @@ from recipe_gkd.config.schema.unused import (
     needs,
     unused_with,
 )
-from teacher.engines.head_dtype import HeadDtype
+from teacher.common.head_dtype import HeadDtype
 
 MAX_LORA_RANK = 1 << 14
 
@@ -102,9 +102,9 @@ class MegatronConfig:
         "Data type of weights and activations. The optimizer keeps float32 copies.", unused=[NO_MEGATRON]
     )
     transformer_impl: TransformerImpl = key(
-        "Modules of the layers. `transformer_engine`: those of Transformer Engine, which must be usable. `local`: "
-        "those of torch; Transformer Engine is not loaded, also not for the optimizer. `auto`: `transformer_engine` on "
-        "CUDA if it is installed, else `local`.",
+        "Modules of the layers. `transformer_engine`: modules of Transformer Engine, which must be usable. `local`: "
+        "modules of torch; Transformer Engine is not loaded, not even for the optimizer. `auto`: `transformer_engine` "
+        "on CUDA if it is installed, else `local`.",
         unused=[NO_MEGATRON],
     )
     param_offload: bool = key(

@@ -54,7 +54,7 @@ class PathUse(Enum):
     """Use of a path. It decides which relative paths of the command line belong to the caller's folder."""
 
     INPUT = auto()
-    """A file or folder that exists, or a name, such as that of a hub model."""
+    """A file or folder that exists, or a name, such as the name of a hub model."""
     DATA = auto()
     """Files or folders that exist, which may be separated by commas."""
     OUTPUT = auto()

@@ -135,7 +135,7 @@ class RolloutEngineConfig:
     )
     mismatch_bound: MismatchBound = key(
         "Largest mean difference, in nats, between the log-probabilities that an engine reports for tokens it samples "
-        "with the newest weights and those of the actor for the same tokens. More is a warning, and after "
+        "with the newest weights and the actor's for the same tokens. More is a warning, and after "
         "`mismatch_patience` steps an error, because the engine then computes another model than the actor. `auto`, or "
         "0: 0.004 on CPUs and 0.05 on GPUs if actor and engine are float32, else 0.25. null: nothing is compared.",
         ge=0,

@@ -136,7 +136,7 @@ class TeacherConfig:
         refused=[NO_SERVICE],
     )
     n_connections: int | None = key(
-        "Number of connections to each teacher service. Each has threads of its own, which matters for encryption. "
+        "Number of connections to each teacher service. Each has its own threads, which matters for encryption. "
         "null: 4 with `auth_dir`, else 1.",
         refused=[NO_SERVICE],
         ge=1,

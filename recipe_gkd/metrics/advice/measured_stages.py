@@ -51,7 +51,7 @@ def stage_seconds(steps: StepRecords) -> StageSeconds:
     """Return the mean stage times of ``steps``.
 
     A rollout worker counts as busy until its last response, so ``generate`` includes its stragglers. ``latency`` is
-    that of the slowest worker, without the time that the batch was queued behind another one.
+    the time of the slowest worker, without the time that the batch was queued behind another one.
 
     Args:
         steps: Metrics of at least one step, each with all of :data:`NEEDED`.

@@ -41,11 +41,10 @@ class ResourceLayout:
             multiple of it.
         rollout_divisor: Number of devices of one engine, which cannot span nodes.
         shared: True if both pools use the same devices.
-        n_teachers: Number of teacher workers.
         can_add_teachers: True if the teacher is a service, to which workers can be added.
         bucket_megabytes: Size of a weight bucket in MiB.
         grants: Test if the cluster has room for two pools. None: the cluster is unknown, and any size is possible.
-        cores: Number of CPU cores that the pools share. None: the pools have devices of their own.
+        cores: Number of CPU cores that the pools share. None: the pools have their own devices.
         teacher_shares_cores: True if the teacher runs on the same cores.
     """
 
@@ -68,7 +67,6 @@ class ResourceLayout:
         """Return the layout of a configuration.
 
         Args:
-            config: Configuration of the run.
             grants: See the attribute.
             cores: See the attribute.
         """
@@ -103,7 +101,7 @@ class ResourceLayout:
     def core_seconds(self, stages: StageSeconds) -> float:
         """Return a lower bound on the time of a step, in seconds: the work of all processes divided by the cores.
 
-        The bound holds for every schedule and every number of workers. It is 0 if the pools have devices of their own.
+        The bound holds for every schedule and every number of workers. It is 0 if the pools have their own devices.
         """
         if self.cores is None:
             return 0.0

@@ -10,6 +10,7 @@ from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.metrics.advice.measured_stages import mean
 from recipe_gkd.metrics.advice.resource_layout import ResourceLayout
 from recipe_gkd.metrics.advice.step_time_model import StageSeconds
+from teacher.common.sizes import MIB
 
 SYNC, TRANSFER = "timing/sync_rollout_weights", "timing/sync_rollout_weights_transfer"
 MEGABYTES = "weights/megabytes"
@@ -59,7 +60,7 @@ def larger_buckets(
 ) -> Iterator[WhatIf]:
     """Yield weight buckets of twice the size if the weights do not fit into one. At best they halve the transfer."""
     syncs = [step for step in steps if MEGABYTES in step and TRANSFER in step]
-    if not syncs or mean(syncs, MEGABYTES) * 1e6 <= layout.bucket_megabytes * (1 << 20) or not stages.sync:
+    if not syncs or mean(syncs, MEGABYTES) * 1e6 <= layout.bucket_megabytes * MIB or not stages.sync:
         return
     saved = mean(syncs, TRANSFER) / max(mean(syncs, SYNC), 1e-9) / 2
     seconds = layout.expected(stages, stages.scaled(sync=1 / max(1 - saved, 0.5)))

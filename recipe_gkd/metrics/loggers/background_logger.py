@@ -1,4 +1,4 @@
-"""Loggers in threads of their own: classes from a user's file, and clients of tracking services."""
+"""Loggers in separate threads: classes from a user's file, and clients of tracking services."""
 
 from __future__ import annotations
 

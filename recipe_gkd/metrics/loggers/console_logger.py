@@ -47,7 +47,6 @@ class ConsoleLogger:
 
         Args:
             completed_steps: Number of steps that are completed at the start.
-            last_step: Last step of the run.
             stream: Output, ``sys.stdout`` by default.
             loss_name: Name of the distillation loss, which stands before its values.
         """
@@ -79,7 +78,7 @@ class ConsoleLogger:
             self._bar.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the fields that ``metrics`` contains, and validation metrics in a line of their own."""
+        """Print the fields that ``metrics`` contains, and validation metrics in a separate line."""
         for line in self._lines(step, metrics):
             self._print(line)
         if self._bar is not None and not self._is_gone:
@@ -102,7 +101,7 @@ class ConsoleLogger:
             self._has_warned = True
 
     def _lines(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
-        """Yield the line of a step and that of its validation."""
+        """Yield the line of a step and the line of its validation."""
         done = f"{step:>{len(str(self._last_step))}}/{self._last_step}"
         parts = [f"{label} {form.format(metrics[name])}" for label, name, form in self._fields if name in metrics]
         if parts:

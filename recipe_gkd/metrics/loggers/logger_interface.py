@@ -20,7 +20,6 @@ class RunInfo:
         project_name: ``trainer.project_name``.
         experiment_name: ``trainer.experiment_name``.
         completed_steps: Number of steps that are completed at the start: 0, or the step that the run resumed from.
-        last_step: Last step of the run.
         loss_name: Name of the distillation loss, whose values are ``actor/kl_loss``.
     """
 

@@ -51,7 +51,6 @@ class Loggers:
         Args:
             config: Section ``trainer`` of the configuration.
             completed_steps: Number of steps that are completed at the start.
-            last_step: Last step of the run.
             may_fail: True if a logger that cannot be opened is a warning, because the run has begun before.
             loss_name: Name of the distillation loss.
         """

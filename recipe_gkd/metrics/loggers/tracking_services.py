@@ -192,10 +192,9 @@ def _folder_of(run: RunInfo, service: str) -> Path:
 
 
 def _run_id(folder: Path, run: RunInfo, create: Callable[[], str], address: str = "") -> str:
-    """Return the id of the run at the service: that of an earlier start if this run is resumed, else a new one.
+    """Return the id of the run at the service: the id of an earlier start if this run is resumed, else a new one.
 
     Args:
-        folder: Folder of the service in the run folder.
         run: Properties of the run.
         create: Function that returns a new id.
         address: Address of the service, if the id is valid only there.

@@ -13,14 +13,14 @@ from recipe_gkd.rollout.vllm.compat import unpinned_nccl_env
 from recipe_gkd.rollout.vllm.device_loss import is_device_loss
 from recipe_gkd.rollout.vllm.sleep import SleepCalls
 from recipe_gkd.rollout.vllm.weights import BucketReceiver, CheckMemory
-from teacher.engines.vllm_worker import LogitsCalls
+from teacher.common.vllm_worker import LogitsCalls
 
 
 class WeightUpdateCalls:
     """Steps of a weight update, called by ``LLMEngine.collective_rpc``.
 
     They return errors instead of raising them. With several worker processes, vLLM stops at the first exception, and
-    takes the results of the other processes for those of the next call.
+    takes the results of the other processes for results of the next call.
     """
 
     # Members of vLLM's worker class.

@@ -21,10 +21,9 @@ from uuid import uuid4
 from recipe_gkd.errors import ResourceError, WorkerError
 from recipe_gkd.rollout.environment import worker_environment
 from recipe_gkd.runtime.socket_paths import SHORT_FOLDER
-from teacher.engines.vllm_setup import keep_file_store_in
+from teacher.common.vllm_setup import TESTED_VLLM, keep_file_store_in
 
-TESTED_SERIES = "0.32"
-"""Release series with which this project is tested, on CPU and CUDA."""
+TESTED_SERIES = TESTED_VLLM.rpartition(".")[0]
 
 _MAX_SOCKET_PATH_CHARS = 107  # on Linux
 
@@ -196,7 +195,7 @@ def default_batched_tokens(tensor_parallel_size: int) -> int:
 def keep_files_in(folder: Path) -> None:
     """Make the engines of this process, and their tensor ranks, keep their files in ``folder``.
 
-    The files are torch's ``FileStore`` (see :func:`teacher.engines.vllm_setup.keep_file_store_in`) and vLLM's sockets.
+    The files are torch's ``FileStore`` (see :func:`teacher.common.vllm_setup.keep_file_store_in`) and vLLM's sockets.
     If ``folder`` has too long a path for sockets, they are in ``VLLM_RPC_BASE_PATH`` or ``TMPDIR``, or in ``/tmp`` if
     that path is too long as well.
     """

@@ -19,22 +19,21 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.rollout.vllm.compat import is_released_with_weights
-from recipe_gkd.rollout.vllm.tensor_checksum import tensor_checksums
 from recipe_gkd.runtime.phase_memory import peak_bytes, reset_peak
+from teacher.common.tensor_checksum import tensor_checksums
+from teacher.common.vllm_worker import KvCacheCalls
 
 _HELPER_OBJECTS = ("impl", "quant_method")
 """Attributes of vLLM's layers with objects that are no modules, but may have tensors."""
 
 
-class SleepCalls:
+class SleepCalls(KvCacheCalls):
     """Methods for ``worker_extension_cls``, called by ``LLMEngine.collective_rpc``.
 
     Attributes:
-        model_runner: vLLM's model runner, from the worker class.
         device: Device of the rank, from the worker class.
     """
 
-    model_runner: Any
     device: torch.device
 
     def gkd_prepare_sleep(self, level: int) -> dict[str, Any]:
@@ -63,11 +62,7 @@ class SleepCalls:
     def gkd_release_cache(self) -> int:
         """Release the KV cache on a CPU, and return the memory in use; see :func:`bytes_in_use`."""
         if self._gkd_is_cpu():
-            self._gkd_cache_bytes = getattr(self, "_gkd_cache_bytes", {})
-            for index, storage in enumerate(self._gkd_caches()):
-                if storage.nbytes():
-                    self._gkd_cache_bytes[index] = storage.nbytes()
-                    storage.resize_(0)
+            self.release_kv_cache()
         return bytes_in_use(self.device)
 
     @torch.inference_mode()  # vLLM may have created the tensors in this mode
@@ -84,10 +79,7 @@ class SleepCalls:
         Returns:
             Memory in use; see :func:`bytes_in_use`.
         """
-        for index, storage in enumerate(self._gkd_caches()):
-            if self._gkd_is_cpu():
-                storage.resize_(self._gkd_cache_bytes[index])
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+        self.reset_kv_cache()
         return bytes_in_use(self.device)
 
     def gkd_reset_peak_memory(self) -> None:
@@ -100,14 +92,6 @@ class SleepCalls:
 
     def _gkd_is_cpu(self) -> bool:
         return torch.device(self.device).type == "cpu"
-
-    def _gkd_caches(self) -> list[torch.UntypedStorage]:
-        """Return the memory of the KV cache. The caches of several layers may share it."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        for tensor in _tensors(self.model_runner.kv_caches):
-            storage = tensor.untyped_storage()
-            storages.setdefault(storage._cdata, storage)
-        return list(storages.values())
 
 
 def bytes_in_use(device: torch.device | str) -> int:
@@ -132,12 +116,3 @@ def _plain_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                     and is_released_with_weights(value)
                 ):
                     yield f"{module_name}.{prefix}{name}", value
-
-
-def _tensors(nested: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested lists."""
-    if isinstance(nested, Tensor):
-        yield nested
-    else:
-        for item in nested:
-            yield from _tensors(item)

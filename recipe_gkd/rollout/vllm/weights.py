@@ -50,7 +50,6 @@ class JoinTransport(WeightTransferInitInfo):
     """Arguments for joining a transport; equal on all ranks of an engine.
 
     Attributes:
-        address: The transport.
         first_rank: Transport rank of the engine's first tensor-parallel rank.
         timeout_s: Deadline of each update.
     """

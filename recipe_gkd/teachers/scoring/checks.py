@@ -15,7 +15,6 @@ def check_scores(name: str, sequences: Sequence[TeacherSequence], scored: Sequen
 
     Args:
         name: Name of the teacher, for the error.
-        sequences: Sequences of the request.
         scored: Results of the request.
 
     Raises:

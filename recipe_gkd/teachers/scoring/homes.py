@@ -1,4 +1,4 @@
-"""Nodes that receive the teachers' rows: those of the actor ranks that read them."""
+"""Nodes that receive the teachers' rows: the nodes of the actor ranks that read them."""
 
 from __future__ import annotations
 

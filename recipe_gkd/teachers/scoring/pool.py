@@ -126,10 +126,10 @@ class ScoringPool:
             nodes.setdefault(own_node(), "of the driver")
         start_worker = partial(_start_worker, max_restarts=max_restarts, env=dict(env or {}))
         pool = cls(specs, own_node(), start_worker, per_node=per_node, max_restarts=max_restarts)
-        pool._start_on(nodes)
+        pool.start_on(nodes)
         return pool
 
-    def _start_on(self, nodes: Mapping[str, str]) -> list[int]:
+    def start_on(self, nodes: Mapping[str, str]) -> list[int]:
         """Start workers on nodes that have none, and return their ranks.
 
         Clients of loopback services are started on the driver's node only.
@@ -177,7 +177,7 @@ class ScoringPool:
             timeout_s: Time limit, in seconds. Errors: see :meth:`connect`.
         """
         addresses = node_addresses()
-        await self._connect(self._start_on({node: addresses[node] for node in homes.nodes}), timeout_s)
+        await self._connect(self.start_on({node: addresses[node] for node in homes.nodes}), timeout_s)
         self.homes = homes
 
     async def _connect(self, ranks: Sequence[int], timeout_s: float) -> None:
@@ -368,12 +368,11 @@ def _with_uid(error: TeacherError, uids: Sequence[int], indices: Sequence[int]) 
 
     Args:
         error: Error of the part.
-        uids: Uids of the request.
         indices: Indices of the part's sequences in the request.
     """
     if error.sequence is None:
         return error
-    if error.sequence >= len(indices):  # the error may be that of another program
+    if error.sequence >= len(indices):  # the error may come from another program
         return error.replaced(sequence=None)
     index = indices[error.sequence]
     return error.replaced(sequence=index, uid=uids[index])

@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import ray
@@ -19,13 +18,12 @@ from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.teachers.scoring.checks import check_scores
 from teacher.client import ClientSpec, TeacherClient
+from teacher.common.machine_checks import SHARED_MEMORY
 from teacher.errors import TeacherChanged, TeacherError, TeacherTimeout, TeacherUnavailable
 from teacher.records import TeacherSequence
 
 Block = list[tuple[np.ndarray, np.ndarray]]
 """Log-probabilities [T, K] and ids [T, K] of each sequence of a part."""
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class PartScores:
 class ScoringWorker:
     """Clients of all teachers in one process on a node of the actor pool.
 
-    Results belong to the driver, also if this process ends. Ray then starts another one, and sends it the requests
+    Results belong to the driver, even if this process ends. Ray then starts another one, and sends it the requests
     again.
 
     Args:

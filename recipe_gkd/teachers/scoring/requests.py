@@ -15,7 +15,6 @@ class TeacherRequest:
     """Request to one teacher.
 
     Attributes:
-        teacher: Name of the teacher.
         step: Training step of the samples.
         uids: Indices of the samples in the run.
         sequences: Prompt and response of each sample.

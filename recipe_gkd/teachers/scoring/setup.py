@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping
 
 from recipe_gkd.config import Config
-from recipe_gkd.ray_cluster.object_store import GIB, store_bytes, warn_if_small
+from recipe_gkd.ray_cluster.object_store import store_bytes, warn_if_small
 from recipe_gkd.runtime.worker_variables import worker_variables
 from recipe_gkd.teachers.scoring.pool import ScoringPool
 from teacher.client import ClientSpec
+from teacher.common.sizes import GIB
 
 DEFAULT_SHARE_OF_STORE = 0.5
 """Part of the object store of the fullest node that rows may fill. Shards and responses need memory too."""
@@ -19,7 +20,6 @@ def start_scoring(config: Config, specs: Mapping[str, ClientSpec], nodes: Mappin
     """Start the scoring workers of a run, without waiting for them.
 
     Args:
-        config: Configuration of the run.
         specs: Client of each teacher, by name.
         nodes: Nodes of the actor pool: Ray's id -> address.
     """
@@ -49,7 +49,6 @@ def max_row_bytes(config: Config, scoring: ScoringPool | None) -> int | None:
     """Return the limit of the teachers' rows of batches that are not trained on yet.
 
     Args:
-        config: Configuration of the run.
         scoring: Scoring workers with homes. None if the rows are in the driver's memory.
 
     Returns:

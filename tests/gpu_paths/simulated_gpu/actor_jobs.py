@@ -52,13 +52,13 @@ def _allow_waits_at_the_end(config: Any) -> None:
 def plant_host_tensor(rank: int, world_size: int, port: int, config: Config, batch: list[Sample]) -> str:
     """Add a tensor of the host to the losses of the tokens, and return the message of the error."""
     with started(rank, world_size, port, config) as actor:
-        compute = actor._updater.loss
+        compute = actor.updater.loss
 
         def loss(student: Any, batch: Any) -> Any:
             losses = compute(student, batch)
             return replace(losses, loss_T=losses.loss_T + torch.zeros(len(losses.loss_T)))
 
-        with mock.patch.object(actor._updater, "loss", loss), pytest.raises((RuntimeError, WorkerError)) as caught:
+        with mock.patch.object(actor.updater, "loss", loss), pytest.raises((RuntimeError, WorkerError)) as caught:
             update(actor, batch)
         return str(caught.value)
 

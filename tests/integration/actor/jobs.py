@@ -156,7 +156,7 @@ def train_with_changed_config(
     """Run one update with each of two configurations, without a checkpoint in between; return the weights."""
     with started(rank, world_size, port, config) as actor:
         update(actor, first, 0)
-        actor._updater.config = then.actor_rollout_ref.actor
+        actor.updater.config = then.actor_rollout_ref.actor
         update(actor, second, 1)
         return exported(actor)
 
@@ -194,7 +194,7 @@ def _record_students(actor: Any) -> list[Any]:
         students.append(student)
         return loss(student, batch)
 
-    actor._updater.loss = partial(record, actor._updater.loss)
+    actor.updater.loss = partial(record, actor.updater.loss)
     return students
 
 
@@ -211,9 +211,9 @@ def update_with_fault(
     """
     valid = [sample for sample in batch if sample.prompt.uid < 100]
     with started(rank, world_size, port, config) as actor:
-        chunks, loss = actor.backend.model.chunks, actor._updater.loss
+        chunks, loss = actor.backend.model.chunks, actor.updater.loss
         if fault == "gradient":
-            actor._updater.loss = partial(_overflow_gradient, loss)
+            actor.updater.loss = partial(_overflow_gradient, loss)
         if fault == "weights" and actor.layout.pp_rank == 0:
             chunks[0].embedding.word_embeddings.weight.data[POISONED_TOKEN] = torch.inf
         before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
@@ -222,7 +222,7 @@ def update_with_fault(
             update(actor, batch, 3)
         except GkdError as error:
             failure = error
-        actor._updater.loss = loss
+        actor.updater.loss = loss
         after = [p for chunk in chunks for p in chunk.parameters()]
         unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         return failure, unchanged, 0 < update(actor, valid, 3)["actor/kl_loss"] < 10

@@ -23,7 +23,7 @@ from tests._support.tiny_models import exported, started, update
 
 VOCAB = 40_000
 M_MMAP_THRESHOLD = -3
-"""Option of the C library's ``mallopt``: size of a block from which on it is mapped separately, in bytes."""
+"""Option of the C library's ``mallopt``: smallest size of a block that is mapped separately, in bytes."""
 
 
 class Outcome(NamedTuple):
@@ -62,10 +62,8 @@ def train_with_memory(
     """Run an update on each batch.
 
     Args:
-        rank: Rank of this process.
         world_size: Number of ranks.
         port: Port of the rendezvous.
-        config: Configuration of the run.
         batches: Samples of each update.
         megabytes: Memory that a rank may allocate during an update, in addition to what it has; by rank.
     """
@@ -94,10 +92,8 @@ def measure_kl_with_memory(
     """Return the KL divergences of this rank's samples, and the metrics of an update after it.
 
     Args:
-        rank: Rank of this process.
         world_size: Number of ranks.
         port: Port of the rendezvous.
-        config: Configuration of the run.
         batch: Samples of all ranks.
         megabytes: Memory that a rank may allocate in addition to what it has; by rank.
     """
@@ -128,10 +124,8 @@ def train_with_fault(
     """Run an update on each batch. The last rank once runs out of memory, in the first layer's second micro-batch.
 
     Args:
-        rank: Rank of this process.
         world_size: Number of ranks.
         port: Port of the rendezvous.
-        config: Configuration of the run.
         batches: Samples of each update.
         backward: Fail in the backward pass of the layer, after those of later layers; else in its forward pass.
     """
@@ -159,7 +153,7 @@ def train_with_fault(
 
 
 def map_large_blocks(*_: int) -> None:
-    """Let each large block have memory of its own from now on.
+    """Let each large block have its own memory from now on.
 
     Otherwise a block could use what an earlier job freed, and would not count for :func:`limited_memory`.
     """

@@ -91,11 +91,11 @@ def train_with_faults(
     """
     with started(rank, world_size, port, config) as actor:
         errors = []
-        with patch.object(actor._updater, "loss", _not_finite(actor._updater.loss)):
+        with patch.object(actor.updater, "loss", _not_finite(actor.updater.loss)):
             errors.append(_error(actor, batches[0], 0))
         _assert_offloaded(actor)
         metrics = [_comparable(update(actor, batches[0], 0))]
-        copy = actor.backend.states._states["optimizer"]._copy
+        copy = actor.backend.states.host_copy("optimizer")
         with patch.object(copy, "read", side_effect=torch.OutOfMemoryError("out of memory")):
             errors.append(_error(actor, batches[1], 1))
         _assert_offloaded(actor)
@@ -153,11 +153,11 @@ def measure_gpu_memory(
     with started(rank, world_size, port, config) as actor:
         update(actor, batch, 0)
         drops = {}
-        for state in actor._actor_config.offloaded_states:
+        for state in filter(actor.backend.states.is_offloaded, STATES):
             with actor.backend.states.on_device(state, read_only=True):
                 n_bytes, before = n_bytes_on_device(actor, state), torch.cuda.memory_allocated()
-            copy = actor.backend.states._states[state]._copy
-            is_pinned = copy is None or all(block.is_pinned() for block in copy._blocks)
+            copy = actor.backend.states.host_copy(state)
+            is_pinned = copy is None or all(block.is_pinned() for block in copy.blocks)
             drops[state] = n_bytes, before - torch.cuda.memory_allocated(), is_pinned
         return drops
 
@@ -181,8 +181,8 @@ def _assert_offloaded(actor: Any) -> None:
     """Check that exactly the offloaded states are away. Optimizer state and gradients may not exist yet."""
     for state in STATES:
         is_there = bool(n_bytes_on_device(actor, state))
-        assert not (is_there and state in actor._actor_config.offloaded_states), f"{state} did not leave"
-        assert is_there or state != "params" or state in actor._actor_config.offloaded_states, f"{state} left"
+        assert not (is_there and actor.backend.states.is_offloaded(state)), f"{state} did not leave"
+        assert is_there or state != "params" or actor.backend.states.is_offloaded(state), f"{state} left"
 
 
 def _states(actor: Any) -> list[Tensor]:

@@ -51,7 +51,6 @@ def measure_update(
     """Return the memory of an update with the states of its actor, in bytes.
 
     Args:
-        rank: Rank of this process.
         world_size: Number of ranks; 1.
         port: Port of the rendezvous.
         tiny: Configuration of a tiny model, whose update loads all libraries.

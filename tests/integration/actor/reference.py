@@ -34,10 +34,8 @@ def reference_training(
     """Train a Hugging Face model with one step per batch.
 
     Args:
-        folder: Model folder.
         batches: Batch of each step.
         objective: Objective; None for :func:`forward_kl`.
-        lr: Learning rate.
         clip: Maximum gradient norm.
         decay: Weight decay of matrices.
 

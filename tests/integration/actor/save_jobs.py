@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -170,7 +169,7 @@ def save_with_faults(
         update(actor, batch, 0)
         for fault, faulty_rank in faults.items():
             failure: CheckpointError | None = None
-            actor._writer.timeout_s = 3.0 if fault == "hung" else 60.0
+            actor.writer.timeout_s = 3.0 if fault == "hung" else 60.0
             with _faulty_writer(fault, rank == faulty_rank):
                 try:
                     actor.save_checkpoint(path / fault)
@@ -181,7 +180,7 @@ def save_with_faults(
             failures.append(failure)
             assert not psutil.Process().children(), "no writer process may remain"
             assert actor.finish_saves()
-        actor._writer.timeout_s = 60.0
+        actor.writer.timeout_s = 60.0
         actor.save_checkpoint(path / "good")
         actor.finish_saves()
         return failures
@@ -194,9 +193,8 @@ def _faulty_writer(fault: str, is_faulty_rank: bool) -> Iterator[None]:
     Args:
         fault: ``"file too large"``: files are limited to 1 KiB; ``"killed"`` and ``"hung"``: the writer process kills
             or stops itself; ``"metadata"``: the disk is full when rank 0 writes the metadata.
-        is_faulty_rank: This rank is the faulty one.
     """
-    originals = checkpoint_save.write_shard, checkpoint_save._write_metadata, hf_save._write_file
+    originals = checkpoint_save.write_shard, checkpoint_save.write_metadata, hf_save.write_file
 
     def send_signal(number: int, *_: Any) -> None:
         os.kill(os.getpid(), number)
@@ -209,14 +207,14 @@ def _faulty_writer(fault: str, is_faulty_rank: bool) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     if fault in ("killed", "hung") and is_faulty_rank:
         number = signal.SIGKILL if fault == "killed" else signal.SIGSTOP
-        checkpoint_save.write_shard = hf_save._write_file = partial(send_signal, number)
+        checkpoint_save.write_shard = hf_save.write_file = partial(send_signal, number)
     if fault == "metadata":
-        checkpoint_save._write_metadata = raise_disk_full
+        checkpoint_save.write_metadata = raise_disk_full
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        checkpoint_save.write_shard, checkpoint_save._write_metadata, hf_save._write_file = originals
+        checkpoint_save.write_shard, checkpoint_save.write_metadata, hf_save.write_file = originals
 
 
 def save_with_error(rank: int, world_size: int, port: int, config: Config, path: Path) -> CheckpointError | None:
@@ -235,18 +233,18 @@ def save_slowly(rank: int, world_size: int, port: int, config: Config, batch: li
     Returns:
         The error of a collective that rank 0 reaches as late as that.
     """
-    write_shard, write_file = checkpoint_save.write_shard, hf_save._write_file
+    write_shard, write_file = checkpoint_save.write_shard, hf_save.write_file
     with started(rank, world_size, port, config) as actor:
         update(actor, batch)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_COLLECTIVE_TIMEOUT_S))
         if rank == 0:
             checkpoint_save.write_shard = partial(_call_late, write_shard)
-            hf_save._write_file = partial(_call_late, write_file)
+            hf_save.write_file = partial(_call_late, write_file)
         try:
             actor.save_checkpoint(path / "checkpoint")
             actor.save_hf(path / "folder")
         finally:
-            checkpoint_save.write_shard, hf_save._write_file = write_shard, write_file
+            checkpoint_save.write_shard, hf_save.write_file = write_shard, write_file
         try:
             if rank == 0:
                 time.sleep(SHORT_COLLECTIVE_TIMEOUT_S + 2)
@@ -274,11 +272,11 @@ def save_hf_with_faults(rank: int, world_size: int, port: int, config: Config, p
     errors = []
     with started(rank, world_size, port, config) as actor:
         for fault, timeout_s in (("file too large", 60.0), ("hung", 3.0)):
-            actor._actor_config = replace(actor._actor_config, timeout_s=timeout_s)
+            actor.writer.timeout_s = timeout_s
             with _faulty_writer(fault, rank == 0), pytest.raises(CheckpointError) as caught:
                 actor.save_hf(path)
             errors.append(caught.value)
             assert not psutil.Process().children() and not path.exists()
-        actor._actor_config = replace(actor._actor_config, timeout_s=60.0)
+        actor.writer.timeout_s = 60.0
         actor.save_hf(path)
     return errors

@@ -9,7 +9,7 @@ import pytest
 
 from recipe_gkd.config import Config
 from recipe_gkd.memory_budget.actor_states import read_actor_memory
-from teacher.weight_files import open_weights, weight_files
+from teacher.common.weight_files import open_weights, weight_files
 from tests._support.ports import free_port
 from tests._support.tiny_models import ACTOR, MEGATRON, make_config, make_samples, started, update
 from tests._support.worker_pool import WorkerPool

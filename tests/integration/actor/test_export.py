@@ -67,7 +67,7 @@ def make_run(name: str, folder: Path, folders: dict[str, Path], pool: WorkerPool
 
 
 def export(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
+    """Run the command in a separate process."""
     command = [sys.executable, "-m", "recipe_gkd", "export", *map(str, arguments)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE"))}
     return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120, check=False)

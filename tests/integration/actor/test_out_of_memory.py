@@ -1,4 +1,4 @@
-"""Lack of memory during an update: the limit of the process makes the allocator of torch fail."""
+"""Out of memory during an update: the limit of the process makes the allocator of torch fail."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Two ranks have larger margins, because threads that gloo starts during an update
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    """Processes that have run no other job before large blocks have memory of their own."""
+    """Processes that have run no other job before large blocks have separate memory."""
     pool = WorkerPool()
     pool.run(2, map_large_blocks)
     yield pool
@@ -217,7 +217,7 @@ class TestValidationKl:
 
 
 def test_log_probs_have_the_limit_of_updates(pool: WorkerPool, folder: Path) -> None:
-    """The comparison after a weight sync ends no run for lack of memory."""
+    """The comparison after a weight sync ends no run when memory runs out."""
     config = make_config(folder, SPLIT, f"{ACTOR}.max_token_len={MAX_TOKEN_LEN}")
     [[want, _]] = pool.run(1, score_with_memory, config, BATCHES[0], {})
     [[found, metrics]] = pool.run(1, score_with_memory, config, BATCHES[0], {0: MEGABYTES})

@@ -55,7 +55,7 @@ def test_estimate_is_within_15_percent_of_measured_memory(
     tiny = make_config(make_student(tmp_path / "tiny", hidden=128, ffn=64, layers=1, vocab=256), *LIMITS, *overrides)
     config = make_config(folder, *LIMITS, f"actor_rollout_ref.teacher.top_k={top_k}", *overrides)
     batch = make_full_batch(TOKENS, SAMPLES, vocab=vocab, top_k=top_k)
-    pool = WorkerPool()  # of its own, because earlier jobs leave memory that the measured one would use again
+    pool = WorkerPool()  # a separate one, because earlier jobs leave memory that the measured one would use again
     try:
         tiny_batch = make_full_batch(64, 2, vocab=256, top_k=8)
         (measured,) = pool.run(1, measure_update, tiny, tiny_batch, config, batch, timeout_s=120)

@@ -45,4 +45,4 @@ def test_writer_outlives_forking_thread_but_not_actor(ray_session: Any) -> None:
     os.kill(actor_pid, signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(training, timeout=20)
-    writer.wait(timeout=20)
+    writer.wait(timeout=60)

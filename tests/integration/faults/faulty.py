@@ -5,26 +5,22 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.cluster import Cluster
-from recipe_gkd.config import Config
 from recipe_gkd.ray_cluster.node_probe import locate
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime import process_trees
-from recipe_gkd.runtime.process_id import ProcessId, is_alive
 from recipe_gkd.trainer import Trainer
+from teacher.common.process_id import ProcessId, is_alive
 
-DEADLINE_S = 4.0
+DEADLINE_S = 8.0
 """Deadline of all calls to workers. A call takes less than 1 s on an idle machine."""
 TrainerFactory = Callable[..., AbstractAsyncContextManager[Trainer]]
 
@@ -43,30 +39,10 @@ INJECTION_POINTS = {
 """Name of a point -> function of the worker that sends the signal before it runs."""
 
 
-@dataclass(frozen=True)
-class InjectedSignal:
-    """A signal that a worker of this machine will send, or has sent, to itself.
-
-    Attributes:
-        pid: Process of the worker.
-        note: File to which the process writes the monotonic time of the signal. All processes share that clock.
-    """
-
-    pid: int
-    note: Path
-
-    @property
-    def seconds_ago(self) -> float:
-        """Time since the signal."""
-        return time.monotonic() - float(self.note.read_text())
-
-
-async def inject(group: WorkerGroup[FaultyActor], rank: int, point: str, number: int, call: int = 2) -> InjectedSignal:
-    """Make a worker send itself a signal.
+async def inject(group: WorkerGroup[FaultyActor], rank: int, point: str, number: int, call: int = 2) -> int:
+    """Make a worker send itself a signal, and return its pid.
 
     Args:
-        group: Group of the worker.
-        rank: Its rank.
         point: Key of :data:`INJECTION_POINTS`.
         number: Number of the signal.
         call: Call of that function that sends the signal. The first one is 1.
@@ -74,7 +50,7 @@ async def inject(group: WorkerGroup[FaultyActor], rank: int, point: str, number:
     return await group.call_one(rank, FaultyActor.inject, point, number, call, timeout_s=20, phase="inject")
 
 
-def inject_here(point: str, number: int, call: int, config: Config) -> InjectedSignal:
+def inject_here(point: str, number: int, call: int) -> int:
     """Do the work of :func:`inject` in the process of the worker."""
     module, _, path = INJECTION_POINTS[point].partition(":")
     owner: Any = importlib.import_module(module)
@@ -82,27 +58,24 @@ def inject_here(point: str, number: int, call: int, config: Config) -> InjectedS
     for parent in parents:
         owner = getattr(owner, parent)
     original, calls = getattr(owner, name), itertools.count(1)
-    note = Path(config.trainer.default_local_dir) / f"signal-{os.getpid()}"
-    note.unlink(missing_ok=True)
 
     def with_signal(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == call:
-            note.write_text(str(time.monotonic()))
             os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
     setattr(owner, name, with_signal)
-    return InjectedSignal(os.getpid(), note)
+    return os.getpid()
 
 
 class FaultyRollout(RolloutWorker):
-    async def inject(self, point: str, number: int, call: int) -> InjectedSignal:
-        return inject_here(point, number, call, self._config)
+    async def inject(self, point: str, number: int, call: int) -> int:
+        return inject_here(point, number, call)
 
 
 class FaultyActor(ActorWorker):
-    def inject(self, point: str, number: int, call: int) -> InjectedSignal:
-        return inject_here(point, number, call, self._config)
+    def inject(self, point: str, number: int, call: int) -> int:
+        return inject_here(point, number, call)
 
 
 class Census:

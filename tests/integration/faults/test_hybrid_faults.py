@@ -11,7 +11,7 @@ import pytest
 from recipe_gkd.errors import GkdError
 from tests._support.errors import culprits
 from tests._support.processes import is_running
-from tests.integration.faults.faulty import Census, InjectedSignal, TrainerFactory, inject
+from tests.integration.faults.faulty import Census, TrainerFactory, inject
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -40,7 +40,7 @@ HYBRID = (
 )
 def test_fit_names_the_worker_that_was_killed_in_a_phase(start_trainer: TrainerFactory, pool: str, point: str) -> None:
     """The fixture checks that no process is left."""
-    injected: list[InjectedSignal] = []
+    injected: list[int] = []
 
     async def train() -> None:
         async with start_trainer(*HYBRID, "trainer.max_worker_restarts=0") as trainer:
@@ -51,7 +51,7 @@ def test_fit_names_the_worker_that_was_killed_in_a_phase(start_trainer: TrainerF
     with pytest.raises(GkdError) as caught:
         asyncio.run(train())
     assert f"{pool} worker 0 of 1" in culprits(caught.value)
-    assert not is_running(injected[0].pid)
+    assert not is_running(injected[0])
     assert caught.value.diagnosis is not None
     report = (caught.value.diagnosis / "report.md").read_text()
     assert re.search(rf"^\| {pool} worker 0 of 1 \|.* gone", report, re.MULTILINE), report
@@ -60,7 +60,7 @@ def test_fit_names_the_worker_that_was_killed_in_a_phase(start_trainer: TrainerF
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # Four engines are started.
 def test_killed_engines_are_replaced_and_no_prompt_is_lost(start_trainer: TrainerFactory, census: Census) -> None:
-    killed: list[InjectedSignal] = []
+    killed: list[int] = []
 
     async def train() -> list[float]:
         async with start_trainer(*HYBRID, "trainer.max_worker_restarts=3", "trainer.total_epochs=1") as trainer:
@@ -81,4 +81,4 @@ def test_killed_engines_are_replaced_and_no_prompt_is_lost(start_trainer: Traine
 
     losses = asyncio.run(train())
     assert len(losses) == 10 and len(killed) == 3
-    assert not any(is_running(one.pid) for one in killed)
+    assert not any(is_running(pid) for pid in killed)

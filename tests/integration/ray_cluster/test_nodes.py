@@ -1,4 +1,4 @@
-"""Pools and workers on a Ray cluster of two nodes, which ``two_nodes.py`` starts in a process of its own."""
+"""Pools and workers on a Ray cluster of two nodes, which ``two_nodes.py`` starts in a separate process."""
 
 from __future__ import annotations
 

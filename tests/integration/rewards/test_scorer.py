@@ -484,5 +484,5 @@ class TestEnd:
 
         wait_until(both_wrote_pids, timeout_s=30)
         started.send_signal(number)
-        started.communicate(timeout=20)
+        started.communicate(timeout=60)
         assert all(has_ended(int(pid)) for pid in pids.read_text().split())

@@ -129,7 +129,7 @@ def assert_computed_by(model: Any, responses: dict[int, Response]) -> None:
 @pytest.mark.slow  # tests/integration/actor/test_fsdp.py compares the export, and tests/unit/actor its names.
 @pytest.mark.parametrize("name", ENGINE_MODELS)
 def test_sync_after_training_of_architecture_matches_its_export(name: str, workers: Workers, tmp_path: Path) -> None:
-    """GPT-2 has the names of its published folder, which differ from those of transformers' modules."""
+    """GPT-2 has the names of its published folder, which differ from the names of transformers' modules."""
     folder, export = save_engine_model(tmp_path / "model", name), tmp_path / "export"
     with raises(ModelError, path=folder, names=("model_type",)):
         read_student(config_for(folder))

@@ -202,12 +202,12 @@ def test_tp2_engine_sleeps_and_wakes(pool: Pool, tensor_pair: WorkerGroup, folde
     asyncio.run(sync.sync(0))
     with pair.configured(0, config):
         before = responses(tensor_pair)
-        resting = call(tensor_pair, "sleep")
+        resting = call(tensor_pair, RolloutWorker.sleep)
         assert resting.released_bytes > 0.9 * 2 * CACHE_BYTES
-        call(tensor_pair, "wake", "weights")
+        call(tensor_pair, RolloutWorker.wake, "weights")
         asyncio.run(sync.sync(1))
-        call(tensor_pair, "wake", "kv_cache")
+        call(tensor_pair, RolloutWorker.wake, "kv_cache")
         assert same(responses(tensor_pair), before)
         np.testing.assert_allclose(log_probs(tensor_pair), expected_log_probs(OLD, tied=True), atol=1e-4)
-        call(tensor_pair, "reset_peak_memory")
-        assert call(tensor_pair, "peak_memory") > 3 * (100 << 20)  # three processes
+        call(tensor_pair, RolloutWorker.reset_peak_memory)
+        assert call(tensor_pair, RolloutWorker.peak_memory) > 3 * (100 << 20)  # three processes

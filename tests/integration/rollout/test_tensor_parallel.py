@@ -20,7 +20,7 @@ from recipe_gkd.ray_cluster.node_probe import locate
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime import process_trees
-from recipe_gkd.runtime.process_id import is_alive
+from teacher.common.process_id import is_alive
 from tests._support.errors import raises
 from tests._support.rollout_models import make_model, prompts, reference_logprobs
 from tests.integration.rollout.conftest import NEW, OLD, Pool, generate_on, make_synchronizer

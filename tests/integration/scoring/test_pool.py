@@ -293,7 +293,7 @@ class TestFaults:
 
         monkeypatch.setattr(pool_module, "locate", locate)
         pool = ScoringPool({"a": ClientSpec("127.0.0.1", 1, {})}, "driver", lambda *_: None, per_node=1)
-        pool._start_on({"driver": "a"})
+        pool.start_on({"driver": "a"})
         run(lambda: pool._kill_silent(0, 0.0))
         assert "does not answer" not in caplog.text
 
@@ -343,10 +343,10 @@ class TestNodes:
 
         here, there = ClientSpec("127.0.0.1", 1, {}), ClientSpec("10.0.0.9", 1, {})
         pool = ScoringPool({"here": here, "there": there}, "driver", start, per_node=2)
-        pool._start_on({"driver": "a", "other": "b"})
+        pool.start_on({"driver": "a", "other": "b"})
         assert started == [("driver", ["here", "there"])] * 2 + [("other", ["there"])] * 2
         only_here = ScoringPool({"here": here}, "driver", start, per_node=1)
-        only_here._start_on({"driver": "a", "other": "b"})
+        only_here.start_on({"driver": "a", "other": "b"})
         assert only_here.group.handles == ["worker on a"]
 
     def test_requests_to_a_loopback_service_are_divided_by_the_nodes_that_read_the_rows(self) -> None:

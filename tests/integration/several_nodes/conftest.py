@@ -31,7 +31,6 @@ class TrainingOnNodes:
     Attributes:
         node: Node of the driver.
         process: Process that waits for the driver.
-        folder: Run folder.
         log: File with the driver's output.
     """
 
@@ -66,12 +65,7 @@ class TrainingOnNodes:
 
 @dataclass(frozen=True)
 class Laboratory:
-    """Network with a shared folder of student, prompts and keys, and a node with a teacher.
-
-    Attributes:
-        network: Network of all nodes.
-        teacher: Node with the teacher.
-    """
+    """Network with a shared folder of student, prompts and keys, and a node with a teacher."""
 
     network: Network
     teacher: Node
@@ -129,7 +123,7 @@ def settings(shared: Path) -> list[str]:
 
 def make_inputs(shared: Path) -> None:
     """Create student, teacher, prompts and keys."""
-    from recipe_gkd.quickstart.task import make_splits, write_parquet
+    from recipe_gkd.addition.task import make_splits, write_parquet
     from teacher.wire.make_keys import make_keys
 
     make_model(shared / "student", seed=1)

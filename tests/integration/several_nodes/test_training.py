@@ -50,7 +50,7 @@ class TestTraining:
     def test_actor_pool_on_two_nodes_gives_metrics_of_one_node(
         self, laboratory: Laboratory, on_one_node: TrainingOnNodes
     ) -> None:
-        """Each data-parallel rank and its scoring worker are on a node of their own; the rollout worker is on one."""
+        """Each data-parallel rank and its scoring worker are on a separate node; the rollout worker is on one."""
         pool = "trainer.nnodes=2", "trainer.n_gpus_per_node=1", "ray_init.address=auto"
         with laboratory.ray_nodes(2, 1) as nodes:
             run = laboratory.train(nodes[0], "two_actor_nodes", STEPS, *pool)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from teacher.common.vllm_worker import LogitsCalls
 from teacher.engines.base import EngineConfig
 from teacher.engines.vllm_engine import VllmEngine
-from teacher.engines.vllm_worker import LogitsCalls
 from teacher.errors import TeacherError
 from teacher.records import LogitSettings, TeacherSequence
 

@@ -53,7 +53,7 @@ def test_benchmark_interrupted_at_start_ends_its_processes(tmp_path: Path) -> No
         assert running.wait(timeout=60) != 0
     finally:
         running.kill()
-        running.wait(timeout=10)
+        running.wait(timeout=60)
     assert processes_of(tmp_path) == []
 
 

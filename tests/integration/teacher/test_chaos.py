@@ -67,7 +67,7 @@ class Chaos:
     def stop(self) -> None:
         if self.proxy is not None:
             self.proxy.kill()
-            self.proxy.wait(timeout=10)
+            self.proxy.wait(timeout=60)
         for run_dir in (self.run_dir / "joined", self.run_dir):
             run_script("stop_server.sh", "--run-dir", str(run_dir))
         assert processes_of(self.run_dir) == []
@@ -173,7 +173,7 @@ def test_killed_client_does_not_affect_others(chaos: Chaos) -> None:
             futures = [chaos.submit_all(client) for client in (one, other)]
         finally:
             vanishing.kill()
-            vanishing.wait(timeout=10)
+            vanishing.wait(timeout=60)
             vanishing.stdout.close()
         for own in futures:
             chaos.check(own)

@@ -57,7 +57,7 @@ def test_ray_job_restarts_dead_processes_and_leaves_none(tiny_qwen2: Path, tmp_p
         assert job.wait(timeout=40) == 0
     finally:
         job.kill()
-        job.wait(timeout=10)
+        job.wait(timeout=60)
         deadline = time.monotonic() + 20
         while (left := processes_of(auth_dir)) and time.monotonic() < deadline:
             threading.Event().wait(0.1)

@@ -268,7 +268,7 @@ def test_start_interrupted_leaves_no_process(tiny_qwen2: Path, tmp_path: Path) -
         assert starting.wait(timeout=90) == 128 + signal.SIGTERM
     finally:
         starting.kill()
-        starting.wait(timeout=10)
+        starting.wait(timeout=60)
         run_script("stop_server.sh", "--run-dir", str(tmp_path))
     assert processes_of(tmp_path) == []
 

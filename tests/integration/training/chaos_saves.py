@@ -234,7 +234,6 @@ class Trial:
 
     Attributes:
         ranks: Processes of the actor ranks.
-        driver: Process of the driver.
         events: Pipe from the driver.
         received: Events so far: kind, step or error, and a value.
     """

@@ -18,8 +18,8 @@ import pytest
 from recipe_gkd.checkpoints.run_lock import locked
 from recipe_gkd.diagnostics.exit_messages import SAVED_AND_STOPPED
 from recipe_gkd.errors import RunFolderInUse
-from recipe_gkd.runtime.process_id import is_alive
 from recipe_gkd.runtime.process_trees import tree
+from teacher.common.process_id import is_alive
 from tests._support.errors import raises
 from tests._support.training_command import Run, StartRun, Teacher, processes_of_run, running_teacher, stop_service
 from tests._support.waiting import wait_until
@@ -146,7 +146,7 @@ class TestKilledProcess:
         run.process.kill()
         run.process.wait()
         assert run.leftovers(timeout_s=15) == []
-        wait_until(lambda: not any(is_alive(process) for process in descendants), timeout_s=15)
+        wait_until(lambda: not any(is_alive(process) for process in descendants))
 
     @pytest.mark.slow  # tests/integration/faults stops an actor rank without a run.
     def test_killed_actor_without_restart_ends_run(self, start_run: StartRun) -> None:

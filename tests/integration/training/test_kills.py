@@ -77,7 +77,6 @@ class Campaign:
 
     Attributes:
         kills: Targets that were killed, with the number of steps that were complete.
-        n_starts: Number of starts.
     """
 
     def __init__(self, start_run: StartRun, overrides: tuple[str, ...], folder: Path, n_steps: int) -> None:

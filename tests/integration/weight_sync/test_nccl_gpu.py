@@ -49,7 +49,7 @@ def connect(store: Any, rank: int) -> CollectiveTransport:
 
 
 def receive(port: int, version: int, dies: bool, results: Any) -> None:
-    """Receive an update in a process of its own. The process may die in the fourth bucket."""
+    """Receive an update in a separate process. The process may die in the fourth bucket."""
     transport = connect(join_store("127.0.0.1", port, START_S), 1)
     taken: NamedTensors = []
 

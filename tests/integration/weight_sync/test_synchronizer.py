@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -30,10 +29,10 @@ from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 from recipe_gkd.weight_sync.transport import Transport
 from recipe_gkd.weight_sync.transport_factory import open_transport
 from tests._support.errors import raises
-from tests.integration.weight_sync.transport_pairs import CPU, META, Timer, make_weights, spawn
+from tests.integration.weight_sync.transport_pairs import CPU, META, make_weights, spawn
 
 pytestmark = pytest.mark.timeout(60)
-TIMEOUT_S = 30.0
+TIMEOUT_S = 600.0  # longer than a test may take, so that no test passes by waiting for it
 
 
 class FreezableWorker:
@@ -241,9 +240,8 @@ def test_sync_dead_worker_is_replaced_before_retry() -> None:
     replacement = Replacement()
     replacement.cluster = cluster = Cluster(restarts=replacement)
     cluster.rollouts[1].dies = True
-    with Timer() as timer:
-        assert asyncio.run(cluster.sync.sync(1))["weights/retries"] == 1
-    assert cluster.has(1) and timer.seconds < TIMEOUT_S
+    assert asyncio.run(cluster.sync.sync(1))["weights/retries"] == 1
+    assert cluster.has(1)
 
 
 @pytest.mark.parametrize(
@@ -264,12 +262,12 @@ def test_sync_frozen_worker_is_named_without_retry(
         cluster.actor.freeze_in = "send_weights"
     else:
         cluster.rollouts[1].freeze_in = "receive_weights"
-    with Timer() as timer, raises(WeightSyncError) as caught:
+    with raises(WeightSyncError) as caught:
         asyncio.run(cluster.sync.sync(2))
     late = find_timeout_error(caught.value)
     assert late is not None and late.phase == f"weight sync v2, {phase}"
     assert (list(late.silent), list(late.answered)) == (silent, answered)
-    assert 1.0 <= late.waited_s <= timer.seconds + 0.1 and timer.seconds < 5 and len(cluster.actor.stores) == 1
+    assert late.waited_s >= 1.0 and len(cluster.actor.stores) == 1
 
 
 @pytest.mark.parametrize("freeze_in", ["begin_weight_update", "receive_weights", "commit_weights"])
@@ -333,24 +331,23 @@ def test_sync_dtype_conversion_is_logged_once(
 
 def test_sync_failure_of_both_pools_does_not_wait_for_the_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """It blocks if the process of the store is stopped."""
-    monkeypatch.setattr(connection_module, "interrupt", lambda *_: time.sleep(20))
+    ended = threading.Event()
+    monkeypatch.setattr(connection_module, "interrupt", lambda *_: ended.wait(TIMEOUT_S))
 
     async def fail(after_s: float) -> None:
         await asyncio.sleep(after_s)
         raise WorkerDied(f"failed after {after_s} s")
 
     call_both = Cluster().sync._connection.call_both
-    with Timer() as timer, raises(WeightSyncError, phase="transfer") as caught:
+    with raises(WeightSyncError, phase="transfer") as caught:
         asyncio.run(call_both("transfer", fail(0.1), fail(0.2)))
+    ended.set()
     assert [failure.what for failure in caught.value.failures] == ["failed after 0.1 s", "failed after 0.2 s"]
-    assert timer.seconds < 10
 
 
 def test_sync_unknown_transport_error_lists_known_ones() -> None:
-    started = time.monotonic()
     with pytest.raises(WeightSyncError):
         asyncio.run(Cluster(transport="rdma").sync.sync(1))
-    assert time.monotonic() - started < TIMEOUT_S
 
 
 def test_sync_that_does_not_fit_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -18,6 +17,7 @@ from recipe_gkd.weight_sync.transport import Transport
 
 CPU = torch.device("cpu")
 LABELS = ["actor worker 0", *(f"rollout worker {rank}" for rank in range(3))]
+CONNECT_TIMEOUT_S = 60.0
 KINDS = [CollectiveTransport, IpcTransport]
 
 META: list[TensorMeta] = [(f"layer.{i}.weight", (40, 10), "float32") for i in range(5)] + [("bias", (3,), "bfloat16")]
@@ -48,17 +48,22 @@ def connect_all(
     kind: type[Transport] = CollectiveTransport,
     receiver_kind: type[Transport] | None = None,
 ) -> list[Any]:
-    """Return all ranks of a new transport; ``receiver_kind`` is the class of the receivers, by default ``kind``."""
-    store = open_store("127.0.0.1", timeout_s)
+    """Return all ranks of a new transport whose updates have ``timeout_s``.
+
+    ``receiver_kind`` is the class of the receivers, by default ``kind``.
+    """
+    store = open_store("127.0.0.1", CONNECT_TIMEOUT_S)
     labels = LABELS[: 1 + n_receivers]
 
     def connect(rank: int) -> Transport:
-        own = store if rank == 0 else join_store("127.0.0.1", store.port, timeout_s)
+        own = store if rank == 0 else join_store("127.0.0.1", store.port, CONNECT_TIMEOUT_S)
         cls = (receiver_kind or kind) if rank else kind
-        return cls(own, rank=rank, labels=labels, device=CPU, timeout_s=timeout_s)
+        transport = cls(own, rank=rank, labels=labels, device=CPU, timeout_s=CONNECT_TIMEOUT_S)
+        transport.peers.timeout_s = timeout_s
+        return transport
 
     ranks = [spawn(lambda rank=rank: connect(rank)) for rank in range(1 + n_receivers)]  # type: ignore[misc]
-    return [future.result(timeout_s + 5) for future in ranks]
+    return [future.result(2 * CONNECT_TIMEOUT_S) for future in ranks]
 
 
 def stalling_export(after: int, resume: threading.Event) -> Iterator[tuple[str, torch.Tensor]]:
@@ -67,14 +72,3 @@ def stalling_export(after: int, resume: threading.Event) -> Iterator[tuple[str, 
         if i == after:
             resume.wait()
         yield item
-
-
-class Timer:
-    """Context manager that measures its duration, in seconds."""
-
-    def __enter__(self) -> Timer:
-        self._started = time.monotonic()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds = time.monotonic() - self._started

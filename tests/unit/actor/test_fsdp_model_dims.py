@@ -16,7 +16,7 @@ from recipe_gkd.config.limits import MAX_INT32
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.preflight import read_student
 from recipe_gkd.rollout.limits import check_engine_fits
-from teacher.weight_files import INDEX_NAME
+from teacher.common.weight_files import INDEX_NAME
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 

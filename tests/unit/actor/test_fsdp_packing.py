@@ -154,13 +154,13 @@ class TestModelInput:
 
 class TestPackedAttention:
     def test_backward_pass_in_another_thread_computes_checkpointed_attention_again(self) -> None:
-        """The autograd engine of a GPU has threads of its own, which have no context variables of the caller."""
+        """The autograd engine of a GPU has its own threads, which have no context variables of the caller."""
         model, choice = tiny_model("gemma2")
         batch = make_batch(LENGTHS["ragged"])
         arguments = model_input(batch, PACKED).inputs
         with attending(batch.row, BLOCKS), ThreadPoolExecutor(1) as thread:
             logits = checkpoint(lambda: model(**arguments).logits[0], use_reentrant=False)
-            gradients = thread.submit(gradients_of, model, logits).result(timeout=30)
+            gradients = thread.submit(gradients_of, model, logits).result(timeout=60)
         assert_same_gradients(gradients, together(model, batch, choice)[1])
 
     def test_scores_in_parts_equal_all_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from recipe_gkd.actor.checkpoint import host_copy
 from recipe_gkd.actor.offload import SLEEP_LEVEL, OffloadedStates, distinct_storages
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import WorkerError
-from recipe_gkd.runtime.out_of_memory import is_out_of_memory
+from teacher.common.out_of_memory import is_out_of_memory
 from tests._support.errors import raises
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ class TestOnDevice:
             assert (model.moments[0] == 2).all() and (model.moments[1] == 3).all()
 
     def test_unchanged_state_is_not_copied_again(self, model: Model, states: OffloadedStates) -> None:
-        copy = states._states["params"]._copy
+        copy = states.host_copy("params")
         with patch.object(copy, "write", side_effect=AssertionError), states.on_device("params", read_only=True):
             assert model.n_bytes("params") == 12000
         changing = states.on_device("params")
@@ -90,7 +90,7 @@ class TestOnDevice:
             pass
 
     def test_state_that_cannot_return_remains_complete(self, model: Model, states: OffloadedStates) -> None:
-        copy = states._states["params"]._copy
+        copy = states.host_copy("params")
         failing = patch.object(copy, "read", side_effect=torch.OutOfMemoryError("too large"))
         with failing, raises(WorkerError) as caught, states.on_device("params"):
             pass
@@ -101,7 +101,7 @@ class TestOnDevice:
             assert model.buffer.tolist() == list(range(3000))
 
     def test_state_that_cannot_be_copied_stays(self, model: Model, states: OffloadedStates) -> None:
-        copy = states._states["params"]._copy
+        copy = states.host_copy("params")
         failing = patch.object(copy, "write", side_effect=OSError("no space"))
         with failing, raises(WorkerError, keys=PARAM_KEYS) as caught, states.on_device("params"):
             model.buffer[0] = 7
@@ -142,10 +142,10 @@ def test_copy_for_gpu_is_pinned_and_divided_into_blocks(monkeypatch: pytest.Monk
     before = torch.cuda.memory_allocated()
     states.leave()
     assert torch.cuda.memory_allocated() <= before - 12000 - 6000
-    blocks = states._states["params"]._copy._blocks  # type: ignore[union-attr]
+    blocks = states.host_copy("params").blocks  # type: ignore[union-attr]
     assert [len(block) for block in blocks] == [4096, 4096, 12000 - 2 * 4096]
     assert all(block.is_pinned() for block in blocks)
     with states.on_device("params", "optimizer", read_only=True):
         assert model.buffer.tolist() == list(range(3000)) and (model.moments[0] == 2).all()
-    assert states._states["params"]._copy._blocks[0] is blocks[0], "blocks are allocated once"  # type: ignore[union-attr]
+    assert states.host_copy("params").blocks[0] is blocks[0], "blocks are allocated once"  # type: ignore[union-attr]
     states.close()

@@ -30,7 +30,7 @@ class Preparation:
     def __call__(self, index: int) -> Item:
         self.threads.add(threading.current_thread())
         self.started.append(index)
-        assert self.allowed.acquire(timeout=10)
+        assert self.allowed.acquire(timeout=60)
         self.is_done[index].set()
         return Item(index)
 

@@ -1,4 +1,4 @@
-"""Limit of the tokens per micro-batch after a lack of memory."""
+"""Limit of the tokens per micro-batch after running out of memory."""
 
 from __future__ import annotations
 

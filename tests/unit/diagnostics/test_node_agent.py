@@ -11,7 +11,7 @@ import pytest
 
 from recipe_gkd.diagnostics import node_agent
 from recipe_gkd.runtime import process_trees, scratch
-from recipe_gkd.runtime.process_id import process_id
+from teacher.common.process_id import process_id
 
 NCCL_RECORDER = """
 import os

@@ -135,7 +135,7 @@ def test_device_has_only_what_the_phase_needs(level: int) -> None:
     fake = FakeDevices(level)
     devices = devices_of(fake, *HYBRID)
     seen = run(lambda: visit(devices, fake, *["sync", "generate", "score", "update"] * 2))
-    assert seen == [{"engine weights"}, BOTH, BOTH, {"actor"}] * 2  # the teacher has a device of its own
+    assert seen == [{"engine weights"}, BOTH, BOTH, {"actor"}] * 2  # the teacher has its own device
     cycle = ["wake weights", "send", "log_probs", "wake kv_cache", "log_probs", "sleep"]
     assert [event.rstrip(" 12") for event in fake.events] == [*cycle, *cycle]
 

@@ -103,7 +103,7 @@ class TestLock:
         assert not re.search(r"://|--|@|sha256", text)
 
     def test_lock_has_the_cuda_version_that_the_readme_and_the_checks_expect(self) -> None:
-        from teacher.machine_checks import MIN_DRIVER
+        from teacher.common.machine_checks import MIN_DRIVER
 
         cuda = locked("3.12")["cuda-toolkit"].major
         assert f"driver {MIN_DRIVER[cuda]} or newer" in (REPO / "constraints" / "gpu.txt").read_text(encoding="utf-8")
@@ -138,7 +138,7 @@ class TestDockerfile:
         assert {"gcc", "python3.12-dev", "python3.12-venv"} <= installed
 
     def test_compiled_kernels_are_kept_below_one_folder(self) -> None:
-        from teacher.machine_checks import cache_folders
+        from teacher.common.machine_checks import cache_folders
 
         settings = [text for name, text in docker_instructions() if name == "ENV"]
         variables = dict(pair.split("=", 1) for text in settings for pair in text.split())

@@ -40,7 +40,6 @@ class Chunk:
     The first row samples an id of the support if there is one; the second row samples an id of another rank.
 
     Attributes:
-        logits_RW: Logits.
         gradient: Coefficients of the gradient.
         sums_RH3: Expected sums, float64.
     """

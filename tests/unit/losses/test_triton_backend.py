@@ -147,7 +147,7 @@ class TestOnGpu:
     def test_more_than_2_31_logits_equal_small_batch(self) -> None:
         """Compare a bfloat16 batch of more than 2^31 logits, with an in-place gradient, with 16 of its positions.
 
-        The 16 positions are a batch of their own.
+        The 16 positions are a separate batch.
         """
         alone = make_chunk(Case(rows=16, k=64, dtype=BRAIN, temperature=2.0, **QWEN), "cuda")
         repeats = 900

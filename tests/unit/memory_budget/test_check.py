@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 from recipe_gkd.errors import DeadlineError, MemoryBudgetError
 from recipe_gkd.memory_budget import check, phases
 from recipe_gkd.memory_budget.actor_states import ActorMemory
-from recipe_gkd.memory_budget.phases import GIB
+from teacher.common.sizes import GIB
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 

@@ -10,7 +10,8 @@ import pytest
 from recipe_gkd.errors import MemoryBudgetError
 from recipe_gkd.memory_budget import phases
 from recipe_gkd.memory_budget.actor_states import ActorMemory
-from recipe_gkd.memory_budget.phases import GIB, check_memory_budget, engine_overhead, phase_memory
+from recipe_gkd.memory_budget.phases import check_memory_budget, engine_overhead, phase_memory
+from teacher.common.sizes import GIB
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 from tests._support.tiny_models import ACTOR, MEGATRON

@@ -37,8 +37,6 @@ def train(
         *stages_s: Time of a batch in generation, teacher and update, in seconds.
         sync_s: Time of a weight sync, in seconds.
         staleness: Maximum policy lag.
-        n_teachers: Number of teacher workers.
-        n_steps: Number of steps.
         n_requests: Number of requests to the teacher per batch.
     """
     g, t, u = stages_s

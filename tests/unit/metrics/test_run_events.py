@@ -154,7 +154,7 @@ class TestRecords:
 
     def test_restarted_scoring_worker_is_recorded(self, events: Path) -> None:
         pool = ScoringPool({"a": ClientSpec("127.0.0.1", 1, {})}, "driver", lambda *_: None, per_node=1)
-        pool._start_on({"driver": "127.0.0.1"})
+        pool.start_on({"driver": "127.0.0.1"})
         for pid in (7, 7, 8):
             pool._note_process(0, pid)
         [message] = self.restarts(events, "scoring_restart")

@@ -44,7 +44,6 @@ class Plan:
 
     Attributes:
         pipeline_config: Settings of the schedule.
-        n_batches: Number of batches.
         batch_size: Number of prompts per batch.
         first: Step of the first batch.
         seconds: Mean duration of a call of each stage.

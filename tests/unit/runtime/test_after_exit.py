@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from recipe_gkd.runtime.process_id import ProcessId, process_id
+from teacher.common.process_id import ProcessId, process_id
 
 KILLED_HOLDER = """
 import os, signal, sys
 from recipe_gkd.runtime.after_exit import kill_after_this_process
-from recipe_gkd.runtime.process_id import ProcessId
+from teacher.common.process_id import ProcessId
 kill_after_this_process(eval(sys.argv[1]), *sys.argv[2:])
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -3,7 +3,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from recipe_gkd.runtime.process_id import is_alive, process_id
+from teacher.common.process_id import is_alive, process_id
 
 
 def test_process_id_of_this_process_is_alive() -> None:

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from recipe_gkd.runtime import process_trees
-from recipe_gkd.runtime.process_id import is_alive
+from teacher.common.process_id import is_alive
 
 
 def test_end_trees_identifies_processes_after_a_clock_step_and_pid_reuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from recipe_gkd.diagnostics import stack_dumps
 from recipe_gkd.runtime import scratch
-from recipe_gkd.runtime.process_id import ProcessId, boot_id, process_id
+from teacher.common.process_id import ProcessId, boot_id, process_id
 from tests._support.waiting import wait_until
 
 
@@ -55,19 +55,19 @@ class TestScratchFolder:
         with process_with_folder(parent) as (process, folder):
             assert folder.parent == parent and folder.stat().st_mode & 0o777 == 0o700
             assert scratch.folders_of(process.pid) == [folder]
-            scratch._remove_stale()
+            scratch.remove_stale()
             assert folder.exists()
         wait_until(lambda: not folder.exists(), timeout_s=60)  # The watcher of the killed process removes it.
 
     def test_stale_folder_of_this_machine_is_removed_and_others_are_kept(self, parent: Path) -> None:
         own = process_id(os.getpid())
         assert own is not None
-        stale = parent / f"gkd_{scratch._machine()}_{own.pid}_{own.start_ticks - 1:x}_x"
-        alive = parent / f"gkd_{scratch._machine()}_{own.pid}_{own.start_ticks:x}_x"
-        of_a_container = parent / f"gkd_{scratch._machine()}1_{own.pid}_{own.start_ticks - 1:x}_x"
+        stale = parent / f"gkd_{scratch.machine()}_{own.pid}_{own.start_ticks - 1:x}_x"
+        alive = parent / f"gkd_{scratch.machine()}_{own.pid}_{own.start_ticks:x}_x"
+        of_a_container = parent / f"gkd_{scratch.machine()}1_{own.pid}_{own.start_ticks - 1:x}_x"
         for folder in (stale, alive, of_a_container):
             folder.mkdir(mode=0o700)
-        scratch._remove_stale()
+        scratch.remove_stale()
         assert not stale.exists() and alive.exists() and of_a_container.exists()
 
     def test_remove_folders_of_earlier_process_with_the_same_pid_keeps_the_folder(self, parent: Path) -> None:
@@ -83,7 +83,7 @@ class TestScratchFolder:
     def test_folder_that_is_not_private_is_neither_used_nor_removed(
         self, parent: Path, monkeypatch: pytest.MonkeyPatch, kind: str
     ) -> None:
-        name = parent / f"gkd_{scratch._machine()}_77_1_x"
+        name = parent / f"gkd_{scratch.machine()}_77_1_x"
         victim = parent / "victim"
         victim.mkdir(mode=0o700)
         (victim / "file").write_text("precious")
@@ -100,7 +100,7 @@ class TestScratchFolder:
             name.touch(mode=0o600)
         assert scratch.folders_of(77) == []
         scratch.remove_folders_of(ProcessId(boot_id(), 77, 1))
-        scratch._remove_stale()
+        scratch.remove_stale()
         assert os.path.lexists(name) and (victim / "file").read_text() == "precious"
 
 

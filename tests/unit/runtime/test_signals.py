@@ -1,4 +1,4 @@
-"""Signals end a run in order, and a second one ends it without waiting."""
+"""Signals end a run gracefully, and a second one ends it without waiting."""
 
 from __future__ import annotations
 

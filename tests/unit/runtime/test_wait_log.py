@@ -42,15 +42,15 @@ class TestIntervals:
         waits = WaitLog(first_line_s=30, repeat_s=60)
         a, b = (_Wait("p", 600.0, dict, "", started) for started in (0.0, 20.0))
         waits._waits = {1: a, 2: b}
-        times = [t for t in range(0, 200) if waits._take_due(t)]
+        times = [t for t in range(0, 200) if waits.take_due(t)]
         assert times == [30, 90, 150]
 
     def test_younger_wait_of_a_phase_does_not_log_more_often(self) -> None:
         waits = WaitLog(first_line_s=30, repeat_s=60)
         waits._waits = {1: _Wait("p", 600.0, dict, "", 0.0)}
-        assert waits._take_due(30)
+        assert waits.take_due(30)
         waits._waits = {2: _Wait("p", 600.0, dict, "", 5.0)}
-        assert [t for t in range(31, 200) if waits._take_due(t)] == [90, 150]
+        assert [t for t in range(31, 200) if waits.take_due(t)] == [90, 150]
 
 
 class TestWaiting:

@@ -63,7 +63,7 @@ def test_normalize_sequences_keeps_valid_sequences() -> None:
 def test_submit_invalid_collection_error_names_it(sequences: Any, wrong: int | None, port: int) -> None:
     refused = raises(TeacherRequestError, argument="sequences", sequence=wrong)
     with TeacherClient(server_port=port) as client, refused:
-        client.submit(sequences).result(timeout=5)
+        client.submit(sequences).result(timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class TestIOThreads:
                 TeacherClient(server_port=proxy.frontend_port, timeout_s=20, n_connections=6) as client,
             ):
                 for future in [client.submit(sequences) for _ in range(6)]:
-                    future.result(timeout=20)
+                    future.result(timeout=60)
                 busy = io_thread_runtimes_ns()
         used = [thread for thread in of_proxy if busy[thread] > idle[thread]]
         assert len(used) >= 2
@@ -61,7 +61,7 @@ class TestConnections:
             client.hello()
             futures = [client.submit([sequence]) for sequence in sequences]
             for sequence, future in zip(sequences, futures, strict=True):
-                (scored,) = future.result(timeout=20)
+                (scored,) = future.result(timeout=60)
                 np.testing.assert_array_equal(scored.topk_ids_TK, expected_scores(sequence).topk_ids_TK)
             assert len(client.status().clients) == 3
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from teacher.engines.cuda_memory import reusable_bytes
+from teacher.common.cuda_memory import reusable_bytes
 
 
 def test_free_blocks_of_private_pools_do_not_count() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from teacher.__main__ import make_parser
+from teacher.common.head_dtype import head_overrides, wants_float32_head
 from teacher.engines.base import EngineConfig
-from teacher.engines.head_dtype import head_overrides, wants_float32_head
 from teacher.engines.vllm_internals import ASYNC_SCHEDULING, head_dtype_error, plan_engine
 from teacher.errors import TeacherError
 

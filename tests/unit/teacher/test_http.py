@@ -187,6 +187,6 @@ def test_healthz_of_running_proxy_follows_workers() -> None:
     with running_proxy() as proxy, HttpServer("127.0.0.1", 0, lambda: (proxy.latest_status, 0.0)) as server:
         assert health(server)[0] == 503
         with running_worker(proxy.backend_port):
-            wait_until(lambda: health(server)[0] == 200, timeout_s=5)  # the status is refreshed once per second
+            wait_until(lambda: health(server)[0] == 200)  # the status is refreshed once per second
             code, body = health(server)
             assert code == 200 and body["model_name"] == "fake" and body["workers"] == 1

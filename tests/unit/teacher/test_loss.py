@@ -40,7 +40,7 @@ def worker_process(backend_port: int) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_worker_scores_repeated_request_once() -> None:
         for request_id in (7, 7, 8):
             proxy.send_multipart([name, *protocol.encode(Score(request_id, 50.0, [sequence_of(1)]))])
         for _ in (7, 8):  # when 8 is in the engine, the worker has read the second 7
-            assert engine.added.acquire(timeout=20)
+            assert engine.added.acquire(timeout=60)
         engine.gate.set()
         answered: list[int] = []
         while len(answered) < 2 and proxy.poll(20_000):
@@ -155,5 +155,5 @@ def test_worker_scores_repeated_request_once() -> None:
         assert worker.is_alive() and sorted(answered) == [7, 8]
         assert engine.n_scored == 2 and not engine.has_work()
         stop.set()
-        worker.join(timeout=10)
+        worker.join(timeout=60)
         stop.close()

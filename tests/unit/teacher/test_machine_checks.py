@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from teacher import machine_checks
-from teacher.machine_checks import (
+from teacher.common import machine_checks
+from teacher.common.machine_checks import (
     compiler_problems,
     cuda_problems,
     disk_problems,
@@ -104,7 +104,7 @@ class TestCuda:
 
     def test_versions_without_torch_import(self) -> None:
         """torch/version.py is read; torch itself takes seconds."""
-        code = "import sys, teacher.machine_checks as m; print(m.torch_cuda_version(), 'torch' in sys.modules)"
+        code = "import sys, teacher.common.machine_checks as m; print(m.torch_cuda_version(), 'torch' in sys.modules)"
         printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         assert printed.split() == [str(torch_cuda_version()), "False"]
 
@@ -131,14 +131,14 @@ class TestDisk:
     def test_small_shared_memory_names_docker_option(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda _: Usage(64 << 20, 0, 64 << 20))
         [problem] = shared_memory_problems()
-        assert "/dev/shm has 64 MiB, expected at least 1.0 GiB" in problem and "--shm-size" in problem
+        assert "/dev/shm has 64.0 MiB, expected at least 1.00 GiB" in problem and "--shm-size" in problem
 
     def test_full_disk_is_reported_once_for_all_its_folders(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda _: Usage(1 << 40, 0, 50 << 20))
         [problem] = disk_problems({"caches": f"{tmp_path}/new/a", "logs": f"{tmp_path}/b"}, 100 << 20)
-        assert f"the disk of {tmp_path}/new/a (caches), {tmp_path}/b (logs) has 50 MiB free" in problem
+        assert f"the disk of {tmp_path}/new/a (caches), {tmp_path}/b (logs) has 50.0 MiB free" in problem
         assert disk_problems({"caches": str(tmp_path)}, 50 << 20) == []
 
     def test_unwritable_folder_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,11 +170,3 @@ class TestFindProblems:
         assert len(found) == 3 and "error 100" in found[0]
         assert checked["TRITON_CACHE_DIR"] == "/fast/triton" and checked["VLLM_CACHE_ROOT"] == "/v"
         assert checked["logs"] == "/logs" and checked["FLASHINFER_WORKSPACE_BASE"].endswith("/.cache/flashinfer")
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "text"),
-    [(0, "0 bytes"), (1000, "1000 bytes"), (1536, "1.5 KiB"), (700 << 10, "700 KiB"), (3 << 30, "3.0 GiB")],
-)
-def test_size_text_has_the_unit_that_fits(n_bytes: int, text: str) -> None:
-    assert machine_checks.size_text(n_bytes) == text

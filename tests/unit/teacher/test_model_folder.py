@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.numpy import save_file
 
-from teacher.engines.checkpoint import Checkpoint, read_checkpoint
+from teacher.common.checkpoint import Checkpoint, read_checkpoint
 from teacher.engines.vllm_engine import _dtypes
 from teacher.errors import TeacherSetupError
 from tests._support.errors import raises

@@ -11,7 +11,7 @@ import pytest
 
 from teacher import TeacherClient, TeacherError, TeacherRequestError, TeacherTimeout, TeacherUnavailable
 from teacher.__main__ import main
-from teacher.engines.out_of_memory import ADVICE, explain, find_out_of_memory, out_of_memory_explained
+from teacher.engines.out_of_memory import ADVICE, explain, out_of_memory_explained
 from teacher.engines.self_check import check_unchanged
 from teacher.engines.vllm_sleep import check_checksums
 from teacher.errors import TeacherAsleep, TeacherModelDamaged, TeacherOutOfMemory, TeacherWithoutWorker
@@ -32,7 +32,7 @@ NAME = f"{socket.gethostname()}:{os.getpid()}"  # of all workers in this process
 
 
 def assert_serves(client: TeacherClient) -> None:
-    (scored,) = client.submit([SEQUENCE]).result(timeout=10)
+    (scored,) = client.submit([SEQUENCE]).result(timeout=60)
     assert (scored.topk_ids_TK == expected_scores(SEQUENCE).topk_ids_TK).all()
 
 
@@ -74,7 +74,7 @@ class TestService:
         with running_worker(proxy.backend_port):
             client.sleep()
             with raises(TeacherAsleep, address=client.address):
-                client.submit([SEQUENCE]).result(timeout=5)
+                client.submit([SEQUENCE]).result(timeout=60)
             assert client.hello(timeout_s=5).n_workers == 1
             client.wake()
             assert_serves(client)
@@ -90,11 +90,11 @@ class TestService:
             asleep = client.submit_sleep()
             state_becomes(client, "finishing")
             with raises(TeacherAsleep):
-                other.submit([SEQUENCE]).result(timeout=5)
+                other.submit([SEQUENCE]).result(timeout=60)
             assert not asleep.done() and not worker.engine.is_asleep
             worker.engine.gate.set()
-            assert asleep.result(timeout=10) == 1 and worker.engine.is_asleep
-            assert [len(future.result(timeout=0)) for future in futures] == [1] * 5
+            assert asleep.result(timeout=60) == 1 and worker.engine.is_asleep
+            assert [len(future.result(timeout=60)) for future in futures] == [1] * 5
 
     def test_too_many_open_requests_are_deferred(
         self, proxy: Proxy, client: TeacherClient, monkeypatch: pytest.MonkeyPatch
@@ -107,9 +107,9 @@ class TestService:
             open_requests = [client.submit_sleep(timeout_s=20) for _ in range(2)]
             state_becomes(client, "finishing")
             with raises(TeacherTimeout, operation="sleep", stage="deferred"):
-                client.submit_sleep(timeout_s=0.5).result(timeout=5)
+                client.submit_sleep(timeout_s=0.5).result(timeout=60)
             worker.engine.gate.set()
-            assert [request.result(timeout=10) for request in open_requests] == [1, 1]
+            assert [request.result(timeout=60) for request in open_requests] == [1, 1]
             assert len(scored.result(timeout=0)) == 1
 
     def test_requests_open_until_deadline_keep_service_awake(self, proxy: Proxy, client: TeacherClient) -> None:
@@ -119,20 +119,20 @@ class TestService:
             with raises(TeacherTimeout, operation="sleep", stage="finishing"):
                 client.sleep(timeout_s=1.0)
             worker.engine.gate.set()
-            assert len(future.result(timeout=5)) == 1
+            assert len(future.result(timeout=60)) == 1
             assert_serves(client)
 
     def test_sleep_of_lost_client_does_not_happen(self, proxy: Proxy, client: TeacherClient) -> None:
         with running_worker(proxy.backend_port) as worker:
             worker.engine.gate.clear()
             future = client.submit([SEQUENCE])
-            assert worker.engine.added.acquire(timeout=5)
+            assert worker.engine.added.acquire(timeout=60)
             with TeacherClient(server_port=proxy.frontend_port) as lost:
                 lost.submit_sleep()
                 state_becomes(client, "finishing")
             state_becomes(client, "awake")
             worker.engine.gate.set()
-            assert len(future.result(timeout=5)) == 1
+            assert len(future.result(timeout=60)) == 1
 
     def test_latest_request_counts(self, proxy: Proxy, client: TeacherClient) -> None:
         with running_worker(proxy.backend_port) as worker:
@@ -141,9 +141,9 @@ class TestService:
             state_becomes(client, "falling asleep")
             awake = client.submit_wake()
             with raises(TeacherUnavailable, operation="sleep", workers=()):
-                asleep.result(timeout=5)
+                asleep.result(timeout=60)
             worker.engine.sleep_gate.set()
-            assert awake.result(timeout=10) == 1
+            assert awake.result(timeout=60) == 1
             assert_serves(client)
 
     def test_worker_without_sleep_mode_refuses_sleep_with_option(self, proxy: Proxy, client: TeacherClient) -> None:
@@ -158,8 +158,10 @@ class TestService:
     def test_slow_worker_is_named_at_deadline_and_not_taken_for_hung(self, proxy: Proxy, client: TeacherClient) -> None:
         with running_worker(proxy.backend_port) as worker:
             worker.engine.sleep_gate.clear()
+            late = client.submit_sleep(timeout_s=2.0)
+            state_becomes(client, "falling asleep")
             with raises(TeacherTimeout, stage="changing", workers=(NAME,)):
-                client.sleep(timeout_s=1.0)
+                late.result(timeout=60)
             worker.engine.sleep_gate.set()
             state_becomes(client, "asleep")
             client.wake()
@@ -175,7 +177,7 @@ class TestWorkers:
             client.sleep()
             with raises(TeacherUnavailable, operation="wake-up", workers=(NAME,)):
                 client.wake()
-            worker.thread.join(timeout=5)
+            worker.thread.join(timeout=60)
             assert worker.error is broken.wake_error
             assert states(client) == ("awake", ["awake"])
             assert_serves(client)
@@ -209,7 +211,7 @@ class TestWorkers:
             client.wake(timeout_s=0.5)
         awake = client.submit_wake()
         with running_worker(proxy.backend_port):
-            assert awake.result(timeout=10) == 1
+            assert awake.result(timeout=60) == 1
             assert_serves(client)
 
     def test_restarted_proxy_takes_sleep_from_workers_and_keeps_devices_free(self) -> None:
@@ -225,18 +227,18 @@ class TestWorkers:
             wait_until(lambda: awake.engine.is_asleep)
             assert states(client) == ("asleep", ["asleep", "asleep"])
             with raises(TeacherAsleep):
-                client.submit([SEQUENCE]).result(timeout=5)
+                client.submit([SEQUENCE]).result(timeout=60)
             woken = client.submit_wake()
             command = worker.receive()
             assert isinstance(command, SetAsleep) and not command.asleep
             worker.send(AsleepSet(command.request_id, asleep=False, n_workers=1))
-            assert woken.result(timeout=5) == 2
+            assert woken.result(timeout=60) == 2
 
     def test_state_outlives_reconnection(self) -> None:
         with running_proxy() as proxy:
             port, backend_port = proxy.frontend_port, proxy.backend_port
             worker = RunningWorker(backend_port, FakeEngine())
-            assert worker.settled.wait(timeout=10)
+            assert worker.settled.wait(timeout=60)
             with TeacherClient(server_port=port, timeout_s=20) as client:
                 client.sleep()
         try:
@@ -318,7 +320,6 @@ class TestOutOfMemory:
         with pytest.raises(RuntimeError) as caught, out_of_memory_explained("start", {}):
             _raise(error)()
         assert caught.value is error
-        assert find_out_of_memory(None) is None
 
     def test_explain_wake_up_advises_to_release_devices_first(self) -> None:
         error = explain(MemoryError("no"), "wake-up", {})

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from teacher import ScoredSequence, TeacherClient, TeacherRequestError, TeacherSequence, TeacherTimeout
+from teacher.common.vllm_worker import LogitsCalls
 from teacher.engines.sizes import ResultMemory
 from teacher.engines.vllm_engine import VllmEngine
-from teacher.engines.vllm_worker import LogitsCalls
 from teacher.proxy import Proxy
 from teacher.records import LogitSettings
 from tests._support.errors import raises
@@ -34,7 +34,7 @@ def assert_scored(answers: list[ScoredSequence], sequence: TeacherSequence, temp
 def wait_for_worker_to_read(client: TeacherClient) -> None:
     """Wait until the worker has read all earlier requests. It reads in order and refuses this one at once."""
     with raises(TeacherRequestError, sequence=0, argument="token_ids"):
-        client.submit([make_sequence(1, 100)]).result(timeout=5)
+        client.submit([make_sequence(1, 100)]).result(timeout=60)
 
 
 def test_requests_are_scored_at_their_temperature(proxy: Proxy, client: TeacherClient) -> None:
@@ -49,7 +49,7 @@ def test_requests_are_scored_at_their_temperature(proxy: Proxy, client: TeacherC
                 )
             )
             for future, (sequence, temperature) in zip(futures, requests, strict=True):
-                assert_scored(future.result(timeout=20), sequence, temperature)
+                assert_scored(future.result(timeout=60), sequence, temperature)
 
 
 def test_requests_are_scored_with_the_vocabulary_of_their_client(proxy: Proxy, client: TeacherClient) -> None:
@@ -67,7 +67,7 @@ def test_requests_are_scored_with_the_vocabulary_of_their_client(proxy: Proxy, c
         worker.engine.check = record  # type: ignore[method-assign]
         other.restrict_ids(50)
         for each, temperature in ((client, 1.0), (other, 1.0), (other, 2.0), (client, 1.0)):
-            each.submit([make_sequence(1, 2)], temperature=temperature).result(timeout=5)
+            each.submit([make_sequence(1, 2)], temperature=temperature).result(timeout=60)
         assert worker.engine.logits == LogitSettings()
     assert seen == [LogitSettings(), LogitSettings(1.0, 50), LogitSettings(2.0, 50), LogitSettings()]
 
@@ -82,11 +82,11 @@ def test_worker_groups_by_temperature_without_starvation(proxy: Proxy, client: T
             future.add_done_callback(lambda _, name=name: order.append(name))
             futures.append(future)
             if name == "a":
-                assert worker.engine.added.acquire(timeout=5)  # the engine is busy before the others arrive
+                assert worker.engine.added.acquire(timeout=60)  # the engine is busy before the others arrive
         wait_for_worker_to_read(client)
         worker.engine.gate.set()
         for future in futures:
-            future.result(timeout=5)
+            future.result(timeout=60)
         # b joins a. d and g wait behind C although they have the engine's temperature. F joins C.
         assert worker.engine.temperatures == [1.0, 2.0, 1.0, 0.5]
     assert order == ["b", "a", "F", "C", "g", "d", "E"]  # the fake engine scores the newest first
@@ -99,11 +99,11 @@ def test_expired_waiting_request_never_enters_engine(proxy: Proxy, client: Teach
         # The proxy reports the deadline. When the second request expired there, the first one expired at the worker.
         for behind in [client.submit([make_sequence(1, 3)], 0.4 * i, temperature=2.0 * i) for i in (1, 2)]:
             with pytest.raises(TeacherTimeout):
-                behind.result(timeout=5)
+                behind.result(timeout=60)
         last = client.submit([make_sequence(1, 4)])
         worker.engine.gate.set()
-        assert_scored(first.result(timeout=5), make_sequence(1, 2), 1.0)
-        assert_scored(last.result(timeout=5), make_sequence(1, 4), 1.0)
+        assert_scored(first.result(timeout=60), make_sequence(1, 2), 1.0)
+        assert_scored(last.result(timeout=60), make_sequence(1, 4), 1.0)
         assert 2.0 not in worker.engine.temperatures
 
 
@@ -116,15 +116,17 @@ def test_requeued_requests_keep_their_temperature(proxy: Proxy, client: TeacherC
         wait_for_worker_to_read(client)
     with running_worker(proxy.backend_port):
         for future, (sequence, temperature) in zip(futures, requests, strict=True):
-            assert_scored(future.result(timeout=10), sequence, temperature)
+            assert_scored(future.result(timeout=60), sequence, temperature)
 
 
 def test_unsupported_temperature_fails_alone(proxy: Proxy, client: TeacherClient) -> None:
     with running_worker(proxy.backend_port):
         refused = client.submit([make_sequence(1, 2)], temperature=TOO_COLD)
         with raises(TeacherRequestError, sequence=0, argument="temperature"):
-            refused.result(timeout=5)
-        assert_scored(client.submit([make_sequence(1, 2)], temperature=0.5).result(timeout=5), make_sequence(1, 2), 0.5)
+            refused.result(timeout=60)
+        assert_scored(
+            client.submit([make_sequence(1, 2)], temperature=0.5).result(timeout=60), make_sequence(1, 2), 0.5
+        )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_unsupported_temperature_fails_alone(proxy: Proxy, client: TeacherClient
 )
 def test_client_refuses_invalid_temperature(client: TeacherClient, temperature: Any) -> None:
     with raises(TeacherRequestError, sequence=None, argument="temperature"):
-        client.submit([make_sequence(1, 2)], temperature=temperature).result(timeout=5)
+        client.submit([make_sequence(1, 2)], temperature=temperature).result(timeout=60)
 
 
 class Model(torch.nn.Module):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from teacher.engines.checkpoint import read_checkpoint
+from teacher.common.checkpoint import read_checkpoint
+from teacher.common.weight_files import find_damaged_weights
 from teacher.errors import TeacherSetupError
-from teacher.weight_files import find_damaged_weights
 from tests._support.errors import raises
 
 

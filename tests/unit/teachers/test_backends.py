@@ -25,6 +25,7 @@ from recipe_gkd.teachers.hf_teacher import HfTeacher
 from recipe_gkd.teachers.router import open_teachers
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.scoring.checks import check_scores
+from teacher.common.fingerprint import tokenizer_fingerprint
 from teacher.errors import (
     TeacherClosed,
     TeacherError,
@@ -33,7 +34,6 @@ from teacher.errors import (
     TeacherSetupError,
     TeacherTimeout,
 )
-from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import base_config
 from tests._support.errors import raises
@@ -143,7 +143,7 @@ class TestHfTeacher:
         n_ids = 40
         sequence = TeacherSequence(np.arange(1, 30, dtype=np.int32), 5)
         hf_teacher.restrict_ids(n_ids)
-        [scored] = hf_teacher.submit([sequence]).result(timeout=30)
+        [scored] = hf_teacher.submit([sequence]).result(timeout=60)
         with torch.no_grad():
             logits_NV = model(torch.as_tensor(sequence.token_ids).long()[None]).logits[0].double()
         logps_TV = logits_NV[4:-1, :n_ids].log_softmax(1)
@@ -154,7 +154,7 @@ class TestHfTeacher:
         np.testing.assert_allclose(scored.sampled_logps_T, sampled_T, rtol=1e-5, atol=1e-5)
         refused = hf_teacher.submit([TeacherSequence([1, n_ids], 1)])
         with raises(TeacherRequestError, sequence=0, argument="token_ids"):
-            refused.result(timeout=30)
+            refused.result(timeout=60)
 
     def test_preflight_restricts_teacher_with_further_tokens(self, hf_teacher: HfTeacher, tiny_qwen2: Path) -> None:
         """The student's tokenizer is the teacher's without its last three tokens."""
@@ -166,7 +166,7 @@ class TestHfTeacher:
         with raises(VocabularyMismatch, keys=(f"{KEY}.vocabulary",)):
             check_teacher("default", hf_teacher, student, configured(*options, others=limits))
         check_teacher("default", hf_teacher, student, configured(*options, "vocabulary=compatible", others=limits))
-        [scored] = hf_teacher.submit([TeacherSequence([1, 2, 3], 1)]).result(timeout=30)
+        [scored] = hf_teacher.submit([TeacherSequence([1, 2, 3], 1)]).result(timeout=60)
         assert scored.topk_ids_TK.max() < VOCAB_SIZE - 3
 
     @pytest.mark.parametrize("batch_tokens", [1, 100, 10_000])
@@ -176,7 +176,7 @@ class TestHfTeacher:
     ) -> None:
         hf_teacher._batch_tokens = batch_tokens
         sequences = random_sequences((5, 1), (64, 60), (2, 1), (40, 7), (17, 16))
-        scored = hf_teacher.submit(sequences, 30.0, temperature=temperature).result(timeout=30)
+        scored = hf_teacher.submit(sequences, 30.0, temperature=temperature).result(timeout=60)
         check_scores("hf", sequences, scored)
         for sequence, result in zip(sequences, scored, strict=True):
             want_TV = expected_logps(model, sequence, temperature)
@@ -196,7 +196,7 @@ class TestHfTeacher:
         layer = hf_teacher._model._output_layer
         hook = layer.register_forward_hook(lambda _layer, _args, logits: n_positions.append(logits[..., 0].numel()))
         try:
-            hf_teacher.submit(random_sequences((64, 10), (20, 15))).result(timeout=30)
+            hf_teacher.submit(random_sequences((64, 10), (20, 15))).result(timeout=60)
         finally:
             hook.remove()
         assert n_positions and max(n_positions) == batch_tokens
@@ -205,7 +205,7 @@ class TestHfTeacher:
     def test_invalid_sequence_fails_its_request(self, hf_teacher: HfTeacher, ids: list[int]) -> None:
         future = hf_teacher.submit([TeacherSequence(np.array(each, np.int32), 1) for each in ([1, 2], ids)])
         with raises(TeacherRequestError, sequence=1, argument="token_ids"):
-            future.result(timeout=5)
+            future.result(timeout=60)
 
     def test_deadline_fails_request_while_model_runs(
         self, hf_teacher: HfTeacher, monkeypatch: pytest.MonkeyPatch
@@ -216,9 +216,9 @@ class TestHfTeacher:
         late = [hf_teacher.submit(random_sequences((5, 1)), 0.05) for _ in range(2)]
         for future in late:
             with raises(TeacherTimeout, stage="scoring", options=(f"{KEY}.timeout_s",)):
-                future.result(timeout=20)
+                future.result(timeout=60)
         blocked.set()
-        assert len(hf_teacher.submit(random_sequences((5, 1))).result(timeout=20)) == 1
+        assert len(hf_teacher.submit(random_sequences((5, 1))).result(timeout=60)) == 1
 
     def test_cancelled_request_is_skipped(self, hf_teacher: HfTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
         scored: list[int] = []
@@ -235,7 +235,7 @@ class TestHfTeacher:
         first, second, third = (hf_teacher.submit(random_sequences(*[(5, 1)] * n)) for n in (1, 2, 3))
         assert started.wait(20) and second.cancel()
         blocked.set()
-        assert len(first.result(timeout=20)) == 1 and len(third.result(timeout=20)) == 3
+        assert len(first.result(timeout=60)) == 1 and len(third.result(timeout=60)) == 3
         assert scored == [1, 3]
 
     def test_model_error_fails_request_and_keeps_teacher_usable(
@@ -244,8 +244,8 @@ class TestHfTeacher:
         with monkeypatch.context() as patch:
             patch.setattr(hf_teacher, "_score_batch", lambda *batch: 1 / 0)
             with raises(TeacherError, operation="scoring 1 sequences"):
-                hf_teacher.submit(random_sequences((5, 1))).result(timeout=20)
-        assert len(hf_teacher.submit(random_sequences((5, 1))).result(timeout=20)) == 1
+                hf_teacher.submit(random_sequences((5, 1))).result(timeout=60)
+        assert len(hf_teacher.submit(random_sequences((5, 1))).result(timeout=60)) == 1
 
     def test_close_fails_open_requests(self, tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         teacher = HfTeacher(str(tiny_qwen2), device="cpu")
@@ -256,9 +256,9 @@ class TestHfTeacher:
         closing = threading.Thread(target=teacher.close)
         closing.start()
         with raises(TeacherClosed, operation="scoring 1 sequences"):
-            future.result(timeout=20)
+            future.result(timeout=60)
         blocked.set()
-        closing.join(timeout=20)
+        closing.join(timeout=60)
         assert not closing.is_alive()
         with raises(TeacherClosed, operation=""):
             teacher.submit(random_sequences((5, 1)))

@@ -23,8 +23,8 @@ from recipe_gkd.teachers import custom_backend
 from recipe_gkd.teachers.custom_backend import BackendError, CustomBackend
 from recipe_gkd.teachers.router import open_teachers
 from recipe_gkd.teachers.routes import Routes
+from teacher.common.fingerprint import tokenizer_fingerprint
 from teacher.errors import TeacherProtocolError, TeacherTimeout, TeacherUnavailable
-from teacher.fingerprint import tokenizer_fingerprint
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import base_config
 from tests._support.errors import raises

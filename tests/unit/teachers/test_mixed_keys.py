@@ -32,7 +32,7 @@ def test_keyed_and_open_services_score_in_one_run(tmp_path: Path) -> None:
         thread = threading.Thread(target=worker.run, args=(stop,), kwargs=options, daemon=True)
         thread.start()
         try:
-            assert registered.wait(timeout=10)
+            assert registered.wait(timeout=60)
             config = base_config(
                 f"{KEY}.route_key=source",
                 f"{KEY}.timeout_s=10",
@@ -45,6 +45,6 @@ def test_keyed_and_open_services_score_in_one_run(tmp_path: Path) -> None:
                 samples = asyncio.run(teachers.score([pair(uid) for uid in range(4)], 0))
         finally:
             stop.set()
-            thread.join(timeout=10)
+            thread.join(timeout=60)
             stop.close()
     assert [is_scored_by(1 + sample.prompt.row, sample) for sample in samples] == [True] * 4

@@ -64,7 +64,7 @@ class FakeTransport:
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each thread a current stream of its own, with the name of the thread."""
+    """Give each thread its own current stream, with the name of the thread."""
     CudaLikeTensor.recorded = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: threading.current_thread().name)
 

@@ -29,6 +29,6 @@ def test_default_limit_fills_half_of_the_store_of_the_fullest_node(
 ) -> None:
     monkeypatch.setattr(setup, "store_bytes", lambda nodes: {node: STORES[node] for node in nodes})
     pool = ScoringPool({"default": ClientSpec(server_ip, 1, {})}, "driver", lambda *_: None, per_node=1)
-    pool._start_on(ADDRESSES)
+    pool.start_on(ADDRESSES)
     pool.homes = homes
     assert max_row_bytes(base_config(), pool) == limit

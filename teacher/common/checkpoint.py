@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from teacher.engines.eos import declared_eos_ids
+from teacher.common.eos import declared_eos_ids
+from teacher.common.weight_files import find_damaged_weights
 from teacher.errors import TeacherSetupError
-from teacher.weight_files import find_damaged_weights
 from teacher.wire.limits import LIMITS
 
 T = TypeVar("T")

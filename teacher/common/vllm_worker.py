@@ -1,4 +1,4 @@
-"""Extension of vLLM's worker class. It runs in the process of each tensor-parallel rank.
+"""Extensions of vLLM's worker class. They run in the process of each tensor-parallel rank.
 
 Temperature and excluded ids are applied to the output of the model's `compute_logits`. Both of vLLM's model runners
 compute prompt log-probabilities from it, by a float32 log_softmax. At that point the model has applied its soft cap and
@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from teacher.engines.cuda_memory import free_cuda_memory
+from teacher.common.cuda_memory import free_cuda_memory
+from teacher.common.storages import as_bytes, storages_of
 
 
 class LogitsCalls:
@@ -59,6 +60,36 @@ class LogitsCalls:
         import torch
 
         return free_cuda_memory(), torch.cuda.mem_get_info()[1]
+
+
+class KvCacheCalls:
+    """Methods for `worker_extension_cls` about the memory of the KV cache. All layers are views of few storages.
+
+    Attributes:
+        model_runner: vLLM's model runner, from the worker class.
+        released_caches: Storages without memory, with their sizes in bytes.
+    """
+
+    model_runner: Any
+    released_caches: list[tuple[Any, int]]
+
+    def release_kv_cache(self) -> None:
+        """Free the memory of the KV cache, but keep its tensors. vLLM on a CPU ignores its own call to sleep."""
+        in_use = [storage for storage in storages_of(self.model_runner.kv_caches) if storage.nbytes()]
+        self.released_caches = getattr(self, "released_caches", []) + [(each, each.nbytes()) for each in in_use]
+        for storage in in_use:
+            storage.resize_(0)
+
+    def reset_kv_cache(self) -> None:
+        """Allocate a released KV cache and fill it with zeros, as at the start.
+
+        After a wake-up on CUDA its memory has any content, such as NaN.
+        """
+        for storage, n_bytes in getattr(self, "released_caches", []):
+            storage.resize_(n_bytes)
+        self.released_caches = []
+        for storage in storages_of(self.model_runner.kv_caches):
+            as_bytes(storage).zero_()
 
 
 def _changed(compute_logits: Callable[..., Any], temperature: float, n_tokens: int | None) -> Callable[..., Any]:

@@ -7,8 +7,8 @@ import ctypes
 import psutil
 import pytest
 
-from teacher import free_memory
-from teacher.free_memory import MemoryTrimmer
+from teacher.common import memory_trim
+from teacher.common.memory_trim import MemoryTrimmer
 
 N_BLOCKS, BLOCK_BYTES = 2000, 100_000
 
@@ -24,7 +24,7 @@ def test_trim_if_due_returns_memory_between_blocks_in_use(monkeypatch: pytest.Mo
     process, trimmer = psutil.Process(), MemoryTrimmer()
     assert not trimmer.trim_if_due()
     before = process.memory_info().rss
-    monkeypatch.setattr(free_memory, "TRIM_EVERY_S", 0.0)
+    monkeypatch.setattr(memory_trim, "TRIM_EVERY_S", 0.0)
     assert trimmer.trim_if_due()
     assert before - process.memory_info().rss > N_BLOCKS * BLOCK_BYTES / 4
     for block in blocks[1::2]:

@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from teacher.common.fingerprint import count_ids
 from teacher.errors import TeacherSetupError
-from teacher.fingerprint import count_ids
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ def count_tokens(tokenizer: Any, vocab_size: int) -> int:
     """Return the number of ids of the output layer that are tokens. The rest is padding.
 
     Args:
-        tokenizer: Tokenizer of the model.
         vocab_size: Rows of the output layer.
     """
     n_ids = count_ids(tokenizer)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe_gkd.rollout.vllm import tensor_checksum
-from recipe_gkd.rollout.vllm.tensor_checksum import tensor_checksums
+from teacher.common import tensor_checksum
+from teacher.common.tensor_checksum import tensor_checksums
 
 
 def checksum(tensor: torch.Tensor) -> int:

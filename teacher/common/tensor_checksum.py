@@ -1,17 +1,20 @@
-"""Checksums of tensors on their own device, to compare the same memory before and after a sleep."""
+"""Checksums of tensors on their own device, to compare the same memory before and after a sleep.
+
+Imports torch on use.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-_CHUNK_WORDS = 1 << 22
-"""Words of a tensor that are converted at a time. A chunk needs about 100 MB."""
+_CHUNK_WORDS = 1 << 20
+"""Words of a tensor that are converted at a time. A chunk needs up to 32 MiB."""
 
 
-@torch.no_grad()
 def tensor_checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return a checksum of the bytes of each tensor. The bytes are not copied to the host.
 
@@ -19,14 +22,20 @@ def tensor_checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     changes it, and they differ, so the order of the words counts. Integer sums do not depend on the order of additions.
 
     Args:
-        tensors: Name -> tensor of any shape and data type; all on one device.
+        tensors: Name -> tensor of any shape and data type.
     """
-    sums = {name: _checksum(tensor) for name, tensor in tensors.items() if tensor.numel()}
-    values = torch.stack(list(sums.values())).tolist() if sums else []
+    import torch
+
+    with torch.no_grad():
+        sums = {name: _checksum(tensor) for name, tensor in tensors.items() if tensor.numel()}
+        first = next(iter(sums.values()), torch.empty(0))
+        values = torch.stack([each.to(first.device) for each in sums.values()]).tolist() if sums else []
     return dict.fromkeys(tensors, 0) | dict(zip(sums, values, strict=True))
 
 
 def _checksum(tensor: Tensor) -> Tensor:
+    import torch
+
     words_N = _words(tensor)
     odd_N = torch.arange(min(_CHUNK_WORDS, len(words_N)), device=tensor.device).mul_(2).add_(1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -38,6 +47,8 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 def _words(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor as int32 words, or as single bytes if words are not aligned."""
+    import torch
+
     bytes_N = tensor.detach().contiguous().view(-1).view(torch.uint8)
     is_aligned = bytes_N.numel() % 4 == 0 and bytes_N.storage_offset() % 4 == 0
     return bytes_N.view(torch.int32) if is_aligned else bytes_N

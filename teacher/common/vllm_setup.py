@@ -1,11 +1,18 @@
-"""Environment variables, files and a known failure of processes that run vLLM. Imports no vLLM or torch at its top."""
+"""Tested release of vLLM; environment variables, messages, files and a known failure of processes that run it.
+
+Imports neither vLLM nor torch at its top.
+"""
 
 from __future__ import annotations
 
+import logging
 import traceback
+import warnings
 from pathlib import Path
 from uuid import uuid4
 
+TESTED_VLLM = "0.32.0"
+"""Release with which this project is tested, on CPU and CUDA."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the thread that calls it
     "VLLM_NO_USAGE_STATS": "1",
@@ -29,6 +36,16 @@ def vllm_environment(*, on_cpu: bool) -> dict[str, str]:
     They take effect only if they are set before torch and vLLM are imported.
     """
     return _ENVIRONMENT | (_CPU_ENVIRONMENT if on_cpu else {})
+
+
+def quiet_import(level: str) -> None:
+    """Limit what vLLM logs and warns while it is imported. It applies its own level only when an engine is made.
+
+    Args:
+        level: Lowest level that is logged, such as ``"ERROR"``.
+    """
+    logging.getLogger("vllm").setLevel(level)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 
 
 def keep_file_store_in(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""``docs/examples/async_grader.py`` with a local server."""
+"""``docs/examples/llm_judge.py`` with a local server."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests._support.base_config import base_config
 from tests._support.repository import REPO
 from tests._support.reward_files import item, settings
 
-EXAMPLE = REPO / "docs" / "examples" / "async_grader.py"
+EXAMPLE = REPO / "docs" / "examples" / "llm_judge.py"
 
 
-class Grader(BaseHTTPRequestHandler):
+class Judge(BaseHTTPRequestHandler):
     """Grades an answer with 0.75 if it contains the reference, and otherwise replies with a text."""
 
     def do_POST(self) -> None:
@@ -38,9 +38,9 @@ class Grader(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def grader_url() -> Iterator[str]:
-    """Address of a local grader."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Grader)
+def judge_url() -> Iterator[str]:
+    """Address of a local judge."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/v1/chat/completions"
@@ -49,14 +49,14 @@ def grader_url() -> Iterator[str]:
     thread.join(10)
 
 
-def test_grader_grades_each_response(grader_url: str) -> None:
+def test_judge_scores_each_response(judge_url: str) -> None:
     items = [item(0, "it is 12", ground_truth="12"), item(1, "it is 13", ground_truth="12")]
-    with RewardScorer(settings(EXAMPLE, kwargs={"url": grader_url, "model": "grader"})) as scorer:
+    with RewardScorer(settings(EXAMPLE, kwargs={"url": judge_url, "model": "judge"})) as scorer:
         graded, refused = asyncio.run(scorer.score(items))
-    assert (graded.score, dict(graded.numbers)) == (0.75, {"grader_replied": 1.0})
-    assert (refused.score, dict(refused.numbers)) == (0.0, {"grader_replied": 0.0})
+    assert (graded.score, dict(graded.numbers)) == (0.75, {"judge_replied": 1.0})
+    assert (refused.score, dict(refused.numbers)) == (0.0, {"judge_replied": 0.0})
 
 
 def test_keys_in_the_example_are_a_valid_configuration() -> None:
     overrides = re.findall(r"[\w.]+=\S+", ast.get_docstring(ast.parse(EXAMPLE.read_text())) or "")
-    assert base_config(*overrides).custom_reward_function.kwargs["model"] == "grader" and len(overrides) == 4
+    assert base_config(*overrides).custom_reward_function.kwargs["model"] == "judge" and len(overrides) == 4

@@ -17,11 +17,7 @@ _REPAIR = "copy or download it again"
 
 @dataclass(eq=False, repr=False)
 class WeightFileError(DetailedError):
-    """A weight file or an index is missing or damaged.
-
-    Attributes:
-        path: The file.
-    """
+    """A weight file or an index is missing or damaged."""
 
     path: Path | None = field(default=None, kw_only=True)
 
@@ -73,7 +69,6 @@ def open_weights(path: Path, framework: str = "np") -> safe_open:
     """Open a safetensors file, which compares its header with its size.
 
     Args:
-        path: The file.
         framework: Framework of the returned tensors, as in ``safetensors.safe_open``.
 
     Raises:
