@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -18,3 +19,12 @@ def unlogged_warnings() -> Iterator[None]:
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def frozen_objects() -> Iterator[None]:
+    """Exclude the objects of the other tests from garbage collection, so that one after each message costs little."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

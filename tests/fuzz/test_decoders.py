@@ -97,7 +97,7 @@ class TestMessages:
     def test_changed_message_is_decoded_or_refused(self, kind: type[Message]) -> None:
         allocations = Allocations()
 
-        @examples(80)
+        @examples(40)
         @given(changed(messages(kind)))
         def check(frames: Frames) -> None:
             if (message := decode(frames)) is not None:
@@ -117,7 +117,7 @@ class TestMessages:
     def test_arbitrary_frames_are_refused(self, frames: Frames) -> None:
         assert decode(frames) is None
 
-    @examples(150)
+    @examples(80)
     @given(hostile.headers)
     def test_arbitrary_header_is_decoded_or_refused(self, frames: Frames) -> None:
         decode(frames)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis.strategies import SearchStrategy
 
 from tests._support.fake_worker import RunningWorker
+from tests._support.waiting import wait_until
 from tests.fuzz.hostile import Frames, hostile
 from tests.fuzz.messages import kinds
 from tests.fuzz.profile import examples
@@ -96,6 +97,7 @@ def test_proxy_survives_http_requests(proxy: ProxyProcess) -> None:
 
     def check_serves() -> None:
         proxy.check_serves()
-        assert b" 200 " in proxy.exchange(proxy.http_port, [b"GET /healthz HTTP/1.1\r\n\r\n"])[:16]
+        # The status is refreshed once per second.
+        wait_until(lambda: b" 200 " in proxy.exchange(proxy.http_port, [b"GET /healthz HTTP/1.1\r\n\r\n"])[:16])
 
     check_survives(proxy, http_requests(), send, check_serves)

@@ -31,7 +31,7 @@ def test_receiver_hostile_message_is_survived(role: str) -> None:
     allocations = Allocations(spare_bytes=1 << 20)
     with closing(RECEIVERS[role]()) as receiver:
 
-        @examples(200, shrink=False)
+        @examples(100, shrink=False)
         @given(hostile(*kinds(role, sent=False)))
         def check(frames: Frames) -> None:
             with allocations.of(frames):
