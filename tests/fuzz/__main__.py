@@ -9,9 +9,6 @@ import sys
 
 from hypothesis import given
 
-from tests.fuzz.hostile import Frames, hostile
-from tests.fuzz.profile import examples
-
 if __name__ == "__main__":
     try:
         import atheris
@@ -19,7 +16,9 @@ if __name__ == "__main__":
         sys.exit(
             "atheris is not installed; run `pip install atheris`, or `pytest tests/fuzz --hypothesis-profile=long`"
         )
-    with atheris.instrument_imports(include=["teacher"]):
+    with atheris.instrument_imports(include=["teacher"]):  # a module that is imported before has no coverage
+        from tests.fuzz.hostile import Frames, hostile
+        from tests.fuzz.profile import examples
         from tests.fuzz.test_decoders import decode, use
 
     @examples(1)
