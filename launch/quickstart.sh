@@ -76,10 +76,11 @@ start_teacher() {
     exec bash teacher/start_server.sh 9>&-
 }
 
-evaluate() { # evaluate OPTION FOLDER JSON ...: greedy responses to the held-out problems, with vLLM
-  local arguments=()
-  while [ $# -gt 0 ]; do arguments+=("$1" "$2" --json "$3"); shift 3; done
-  exec "$python" -m recipe_gkd.quickstart.evaluate --data "$QUICKSTART_DIR/data/held_out.parquet" "${arguments[@]}"
+evaluate() { # evaluate JSON FOLDER... [key=value]: greedy responses of the models to the held-out problems, with vLLM
+  local json=$1; shift
+  exec "$python" -m recipe_gkd evaluate "$@" --json "$json" --data "$QUICKSTART_DIR/data/held_out.parquet" \
+    --reward recipe_gkd/quickstart/reward.py --dtype float32 --gpu-memory-utilization 0.2 --cpu-cache-gb 0.0625 \
+    data.ground_truth_key=answer data.max_prompt_length=48 data.max_response_length=48
 }
 
 # For the page of the report: a trace, and the validation of exact answers
@@ -122,21 +123,24 @@ if newer "$run/report.txt"; then
 fi
 if [ -e "$run/run.log" ] && ! newer "$run/run.log"; then find "$run" -mindepth 1 ! -name stages.jsonl.new -delete; fi  # results of other models
 
-before=(--model "$QUICKSTART_DIR/$teacher" "$QUICKSTART_DIR/teacher.json" --model "$QUICKSTART_DIR/$student" "$QUICKSTART_DIR/student_before.json")
+before=$QUICKSTART_DIR/before.json teacher_result=$QUICKSTART_DIR/before.json
 if [ ${#for_self[@]} -gt 0 ]; then
-  before=(--model-with-solution "$QUICKSTART_DIR/$teacher" "$QUICKSTART_DIR/self_teacher.json" --model "$QUICKSTART_DIR/$student" "$QUICKSTART_DIR/self_before.json")
+  before=$QUICKSTART_DIR/self_before.json teacher_result=$QUICKSTART_DIR/self_teacher.json
+  newer "$before" || stage "evaluation before" evaluate "$before" "$QUICKSTART_DIR/$student"
+  newer "$teacher_result" || stage "evaluation of the teacher" \
+    evaluate "$teacher_result" "$QUICKSTART_DIR/$teacher" data.prompt_key=prompt_with_solution
 fi
-newer "${before[5]}" || stage "evaluation before" evaluate "${before[@]}"
+newer "$before" || stage "evaluation before" evaluate "$before" "$QUICKSTART_DIR/$teacher" "$QUICKSTART_DIR/$student"
 stage "teacher service" --cleanup stop_teacher start_teacher
 stage "distillation" "$python" -m recipe_gkd.main_gkd --config-name "$config" "trainer.experiment_name='$name'" \
   actor_rollout_ref.teacher.server_port="$PROXY_FRONTEND_PORT" "${watched[@]}" "${overrides[@]}"
 stop_teacher
-stage "evaluation after" evaluate --model "$(student_after)" "$run/student_after.json"
+stage "evaluation after" evaluate "$run/student_after.json" "$(student_after)"
 
 printf '\n== result\n'
 mv "$stages.new" "$stages"
-"$python" -m recipe_gkd.quickstart.report --prepared "$QUICKSTART_DIR" --teacher "${before[2]}" --before "${before[5]}" "${for_self[@]}" \
-  --after "$run/student_after.json" --metrics "$run/metrics.jsonl" --stages "$stages" --out "$run/report.json" > "$run/report.part"
+"$python" -m recipe_gkd.quickstart.report "$run" --prepared "$QUICKSTART_DIR" --teacher "$teacher_result" --before "$before" \
+  --after "$run/student_after.json" --stages "$stages" --out "$run/report.json" "${for_self[@]}" > "$run/report.part"
 printf '\nreport:           %s\nmetrics:          %s (TensorBoard: %s)\ntrained student:  %s\npage of the run:  %s\n' \
   "$QUICKSTART_DIR/report.json" "$run/metrics.jsonl" "$run/tensorboard" "$(student_after)" ".venv/bin/python -m recipe_gkd report $(printf '%q' "$run")" >> "$run/report.part"
 cp "$run/report.json" "$QUICKSTART_DIR/report.json"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up, then run ruff, mypy and the tests.
 #   bash launch/test.sh [--fast | --all] [pytest arguments]
-#     --fast  unit tests only: no Ray, vLLM or Megatron process, 3 minutes
+#     --fast  unit and property tests only: no Ray, vLLM or Megatron process, 3 minutes
 #     --all   the slow tests too
 #     -n 0    (an argument of pytest) one test after the other
 set -euo pipefail
@@ -12,7 +12,7 @@ case "${1:-}" in
 esac
 selected=(-m "not slow")
 case "${1:-}" in
-  --fast) selected=(-m "not slow" tests/unit); shift ;;
+  --fast) selected=(-m "not slow" tests/unit tests/fuzz); shift ;;
   --all) selected=(); shift ;;
 esac
 

@@ -15,7 +15,8 @@ Metrics for each data source (the column ``data.data_source_key``; ``data`` for 
     val/<data_source>/response_len        mean number of tokens of a response
     val/<data_source>/truncated_fraction  fraction of responses truncated at data.max_response_length
 
-and those of :mod:`recipe_gkd.validation_kl` with ``trainer.val_kl``. Without a reward function there are no rewards.
+and the metrics of :mod:`recipe_gkd.validation_kl` with ``trainer.val_kl``. Without a reward function there are
+no rewards.
 """
 
 from __future__ import annotations

@@ -4,39 +4,17 @@ Trainers use ``TeacherClient`` or ``AsyncTeacherClient``, which import neither t
 ``teacher/start_server.sh`` starts the service.
 """
 
-from teacher.client import TeacherClient
-from teacher.client.async_client import AsyncTeacherClient
-from teacher.common.fingerprint import tokenizer_fingerprint
-from teacher.errors import (
-    TeacherChanged,
-    TeacherError,
-    TeacherProtocolError,
-    TeacherRequestError,
-    TeacherTimeout,
-    TeacherUnavailable,
-)
-from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
-from teacher.status import ServiceStatus
-from teacher.wire.limits import LIMITS, PROTOCOL_VERSION, WireDtype
-from teacher.wire.request_checks import check_sequences, check_temperature
+from __future__ import annotations
 
-__all__ = [
-    "LIMITS",
-    "PROTOCOL_VERSION",
-    "AsyncTeacherClient",
-    "ScoredSequence",
-    "ServiceStatus",
-    "TeacherChanged",
-    "TeacherClient",
-    "TeacherError",
-    "TeacherInfo",
-    "TeacherProtocolError",
-    "TeacherRequestError",
-    "TeacherSequence",
-    "TeacherTimeout",
-    "TeacherUnavailable",
-    "WireDtype",
-    "check_sequences",
-    "check_temperature",
-    "tokenizer_fingerprint",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from teacher.exports import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """Return an exported name. It is imported now, so that the scripts start without numpy and ZeroMQ."""
+    if name != "__all__" and name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("teacher.exports"), name)

@@ -1,4 +1,7 @@
-"""Command line of the teacher service: ``python -m teacher proxy|worker|check|status|sleep|wake|keys``."""
+"""Command line of the teacher service: ``python -m teacher serve|join|stop|proxy|worker|check|status|sleep|wake|keys``.
+
+`serve`, `join` and `stop` run without the libraries of the other commands, so their modules are imported only then.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,8 @@ import logging
 import os
 import sys
 
-import zmq
-
-from teacher.commands import keys, queries, service
 from teacher.errors import TeacherError
+from teacher.launcher import commands as launcher
 from teacher.logs import set_up_logging
 
 logger = logging.getLogger("teacher")
@@ -28,7 +29,13 @@ def main(argv: list[str] | None = None) -> int:
         Exit status: 0 for success or a stop by a signal, 1 for a failure with its reason in the last line on stderr,
         2 for invalid arguments, 130 for Ctrl-C.
     """
-    args = make_parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in launcher.COMMANDS:
+        return launcher.main(arguments[0], arguments[1:])
+
+    import zmq
+
+    args = make_parser().parse_args(arguments)
     set_up_logging(args.log_level, args.log_format)
     try:
         return int(args.run(args))
@@ -59,9 +66,11 @@ def _report_failure(args: argparse.Namespace, reason: str) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(prog="teacher", description=__doc__)
+    from teacher.commands import keys, queries, service
+
+    parser = argparse.ArgumentParser(prog="teacher", description="Teacher model as a service.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (service, queries, keys):
+    for module in (launcher, service, queries, keys):
         module.add_to(commands)
     return parser
 

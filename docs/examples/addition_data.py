@@ -8,7 +8,7 @@ import random
 import sys
 from pathlib import Path
 
-from recipe_gkd.quickstart.task import Problem
+from recipe_gkd.addition.task import Problem
 
 folder = Path(sys.argv[1])
 folder.mkdir(parents=True, exist_ok=True)

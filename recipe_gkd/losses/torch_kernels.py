@@ -6,7 +6,7 @@ Exponentials are computed as ``exp(x) = exp2(x / ln(2))``, with one factor for t
 computes ``exp2`` with its own vector code, and ``exp`` with MKL, which takes three times as long on some CPUs.
 
 Shape suffixes: R positions of a chunk, W vocabulary columns of this rank, K support ids, H softmaxes, X columns of
-scratch memory: those of W that are not padding, and further columns up to a multiple of ``SCRATCH_COLUMNS``.
+scratch memory: columns of W that are not padding, and further columns up to a multiple of ``SCRATCH_COLUMNS``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ The peak of an update is the optimizer step, which needs all states. FSDP has gr
 
 Only memory that is certain to be needed is counted, so that each refusal is right. Activations, logits, gathered
 weights, CUDA contexts, CUDA graphs and communication buffers are not counted, so a phase that fits here can still run
-out of memory. The command ``plan`` adds estimates of them; :func:`engine_overhead` has those of an engine.
+out of memory. The command ``plan`` adds estimates of them; :func:`engine_overhead` estimates an engine's.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PhaseMemory:
     """Memory that a slot needs in a phase.
 
     Attributes:
-        parts: Bytes by name; the names are those of the table's columns.
+        parts: Bytes by name; the names are the table's columns.
     """
 
     phase: BudgetPhase

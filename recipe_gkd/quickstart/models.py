@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from recipe_gkd.addition.task import ALPHABET, Problem, endless_batches, is_exact
+from recipe_gkd.addition.tokenizer import MAX_LENGTH, build_tokenizer
 from recipe_gkd.errors import ModelError
-from recipe_gkd.quickstart.task import ALPHABET, Problem, endless_batches, is_exact
-from recipe_gkd.quickstart.tokenizer import MAX_LENGTH, build_tokenizer
 
 Role = Literal["teacher", "student", "self_student"]
 WARMUP_STEPS = 20

@@ -32,13 +32,15 @@ from typing import Any, NamedTuple, cast
 import torch
 import transformers
 
+from recipe_gkd.addition.task import Problem, Splits, make_splits, write_parquet
+from recipe_gkd.addition.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from recipe_gkd.errors import DeadlineError, GkdError, ModelError
 from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES, Recipe, Role, build_model, make_model, save_model
-from recipe_gkd.quickstart.task import Problem, Splits, make_splits, write_parquet
-from recipe_gkd.quickstart.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from recipe_gkd.runtime.closed_output import run_until_closed
 
 SIZES = {"n_train": 16384, "n_held_out": 512, "n_dev": 384}
+_DATA_FORMAT = 2
+"""Raised when the columns of the data files change, so that older files are made again."""
 RECORD = "made.json"
 TIMEOUT_S = 1800.0
 """Deadline of the training of the models, in seconds. Teacher and student take 1 to 3 minutes on two idle cores, the
@@ -89,7 +91,7 @@ def prepare(
         DeadlineError: The training did not end within ``timeout_s``.
     """
     out.mkdir(parents=True, exist_ok=True)
-    data_key = _key(seed, SIZES)
+    data_key = _key(seed, SIZES | {"format": _DATA_FORMAT})
     if fresh or not _is_made(out / "data", data_key):
         _make_data(out / "data", make_splits(seed, **SIZES), data_key)
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipe_gkd.quickstart.task import is_exact
+from recipe_gkd.addition.task import is_exact
 
 
 def compute_score(prompt: object, response: str, ground_truth: str, extra: dict[str, Any]) -> float:

@@ -26,8 +26,8 @@ PER_NODE = (
     "VLLM_LOOPBACK_IP",
     "VLLM_PORT",
 )
-"""Variables that have another value on each node or in each process. The driver's values are not sent, so that those of
-``ray start`` on the node apply."""
+"""Variables that have another value on each node or in each process. The driver's values are not sent, so that the
+node's values, from ``ray start``, apply."""
 
 FIXED = (
     "CUDA_VISIBLE_DEVICES",  # Ray's

@@ -20,7 +20,7 @@ from teacher.wire.fields import MAX_COUNT, MAX_NAME_CHARS, Content, Integer, Lis
 from teacher.wire.frames import expect_keys
 from teacher.wire.limits import LIMITS
 
-_ERROR_OF_CODE: dict[str, type[TeacherError]] = {
+ERROR_OF_CODE: dict[str, type[TeacherError]] = {
     "changed": TeacherChanged,
     "timeout": TeacherTimeout,
     "protocol": TeacherProtocolError,
@@ -29,7 +29,8 @@ _ERROR_OF_CODE: dict[str, type[TeacherError]] = {
     "no_worker": TeacherWithoutWorker,
     "asleep": TeacherAsleep,
 }
-_CODE_OF_ERROR = {error: code for code, error in _ERROR_OF_CODE.items()}
+"""Errors that a message can contain, by their code."""
+_CODE_OF_ERROR = {error: code for code, error in ERROR_OF_CODE.items()}
 
 TEXT = Text(kept_chars=LIMITS.text_chars)
 """Text for logs and errors. The sender cuts it to the limit."""
@@ -53,11 +54,12 @@ class ErrorFields(WireType):
     def store(self, content: Content, name: str, value: Any) -> None:
         """Add code, text and fields. Long texts and lists are cut to the limits."""
         error_type = type(value) if type(value) in _CODE_OF_ERROR else TeacherRequestError
-        found = {name: getattr(value, name, None) for name in _FIELDS if name in _names(error_type)}
+        types = fields_of(error_type)
+        found = {name: getattr(value, name, None) for name in types}
         content.header |= {
             "code": _CODE_OF_ERROR[error_type],
             "message": TEXT.write(value),
-            "error": {name: _FIELDS[name].write(one) for name, one in found.items() if one not in (None, "", ())},
+            "error": {name: types[name].write(one) for name, one in found.items() if one not in (None, "", ())},
         }
 
     def load(self, content: Content, name: str) -> TeacherError:
@@ -71,8 +73,9 @@ class ErrorFields(WireType):
         if not isinstance(data, dict):
             raise TeacherProtocolError(f"error must be a map, got {short(data)}", entry="error")
         error_type = _type_of(content.header.get("code"))
-        expect_keys(data, _names(error_type))
-        return error_type().replaced(**{name: _FIELDS[name].read(value, name) for name, value in data.items()})
+        types = fields_of(error_type)
+        expect_keys(data, frozenset(types))
+        return error_type().replaced(**{name: types[name].read(value, name) for name, value in data.items()})
 
     def load_text(self, content: Content) -> TeacherError:
         """Return the error of another protocol version, whose fields may be others."""
@@ -84,9 +87,10 @@ class ErrorFields(WireType):
 
 def _type_of(code: object) -> type[TeacherError]:
     """Return the class of a received code, ``TeacherRequestError`` for an unknown code."""
-    return _ERROR_OF_CODE.get(code, TeacherRequestError) if isinstance(code, str) else TeacherRequestError
+    return ERROR_OF_CODE.get(code, TeacherRequestError) if isinstance(code, str) else TeacherRequestError
 
 
-def _names(error_type: type[TeacherError]) -> frozenset[str]:
-    """Return the names of the fields that an error of a class has in a message."""
-    return frozenset(_FIELDS) & {field.name for field in fields(error_type)}
+def fields_of(error_type: type[TeacherError]) -> dict[str, WireType]:
+    """Return the wire types of the fields that an error of a class has in a message."""
+    names = {field.name for field in fields(error_type)}
+    return {name: wire_type for name, wire_type in _FIELDS.items() if name in names}

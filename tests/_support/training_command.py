@@ -128,7 +128,7 @@ class Teacher:
 
 def make_model(folder: Path, *, seed: int) -> Path:
     """Save a random Qwen2 with two layers and the quickstart's tokenizer of 32 characters; return ``folder``."""
-    from recipe_gkd.quickstart.tokenizer import build_tokenizer
+    from recipe_gkd.addition.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer()
     random_qwen2(

@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from recipe_gkd import main_gkd
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.run_folder import RunFolder, check_outputs
 from recipe_gkd.config import Config
 from recipe_gkd.data.prompts import PromptData
@@ -26,7 +27,6 @@ from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError, GkdError, UnexpectedError, WorkerDied
 from recipe_gkd.main_gkd import _reward_items
 from recipe_gkd.model_files import Student
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.runtime.stop_request import StopRequest
 from teacher.errors import TeacherTimeout
 from tests._support.base_config import base_config

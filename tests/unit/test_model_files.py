@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.errors import ModelError
 from recipe_gkd.preflight import read_student
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 from tests._support.tiny_models import make_folder

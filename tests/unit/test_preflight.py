@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.model_files import Student, find_model
@@ -23,7 +24,6 @@ from recipe_gkd.preflight import (
     read_student,
     slow_type_advice,
 )
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from teacher.errors import TeacherRequestError
 from teacher.records import TeacherInfo
 from tests._support.base_config import base_config

@@ -23,6 +23,7 @@ VOCABULARY = re.compile(
     r"|answers_\w+|answer_frame_bytes|\b(sampled|generated|truncated|reference|student's|rollout's) answers?\b"
     r"|\banswer_?(ids|len|length|tokens|logps|logprobs)\b|\bn_answers\b|\bmax_answer\w*"
     r"|\bgiven_ids\b|\bnobody\b|\bwhoever\b"
+    r"|\black of memory\b|\bfrom which on\b|\b[Aa]lso if\b|\bof (its|their) own\b(?! \w)"
     r"|\b\w*(optimis|serialis|synchronis|normalis|tokenis|initialis|generalis|recognis|organis|summaris|minimis)(e|es|ed|er|ing|ation)\b"
     r"|\b(behaviour|colour|favour|honour|neighbour|artefact|learnt|signalled|modelled|travelled|labelled|whilst)\w*"
 )
@@ -62,11 +63,12 @@ TEACHER_PARTS = {
     **{base: set[str]() for base in TEACHER_BASE},
     "client": set[str](),
     "engines": set[str](),
+    "launcher": set[str](),
     "proxy": {"stop_signal"},
     "worker": {"engines", "stall_watchdog", "stop_signal", "worker_jobs"},
 }
 """Further modules of ``teacher`` that each part may import."""
-ARROW_WRITERS = {"recipe_gkd/commands/data/prepare.py", "recipe_gkd/quickstart/task.py"}
+ARROW_WRITERS = {"recipe_gkd/commands/data/prepare.py", "recipe_gkd/addition/task.py"}
 """Modules that write parquet files."""
 RAY_FREE = ("errors", "runtime", "losses", "config", "data", "pipeline", "actor", "rollout", "weight_sync", "metrics")
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.state import Progress, ResumeState
 from recipe_gkd.cluster import Cluster
 from recipe_gkd.config import Config
@@ -25,7 +26,6 @@ from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.errors import GkdError, RewardError, WorkerDied
 from recipe_gkd.metrics.steps import describe
 from recipe_gkd.metrics.timeline import Timeline
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.teachers.router import Teachers

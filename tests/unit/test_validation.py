@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe_gkd import validation as validation_module
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.folders import steps_of
 from recipe_gkd.checkpoints.resume import resume_points
 from recipe_gkd.checkpoints.state import Progress, ResumeState
@@ -27,7 +28,6 @@ from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample, TeacherTopK
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError, SavesFailed
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItem
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.teachers.router import Teachers

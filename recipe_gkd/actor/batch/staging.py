@@ -35,7 +35,7 @@ class StagedBatch:
     """A packed micro-batch on the host, ready to be copied.
 
     Attributes:
-        tensors: Tensors by name: ``PACKED_ARRAYS``, those of the attention (``boundaries``; if its kernel reads them,
+        tensors: Tensors by name: ``PACKED_ARRAYS``, indices of the attention (``boundaries``; if its kernel reads them,
             also ``block/0``, ..., ``unpack_index_N``, and with context parallelism ``by_rank_N`` and
             ``by_sequence_N``), ``position_buckets_T``, ``overlap_rows_R``, and ``weight/<loss term>``.
         block: Pinned memory that contains all tensors, uint8; None for a CPU.

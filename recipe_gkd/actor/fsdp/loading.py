@@ -144,7 +144,7 @@ def model_name(module: nn.Module) -> str:
 def resharded(module: nn.Module) -> Iterator[None]:
     """Free the gathered weights at the end, so that weights that are loaded later are not ignored.
 
-    Without a backward pass, FSDP keeps those of the root.
+    Without a backward pass, FSDP keeps the weights of the root.
     """
     try:
         yield

@@ -50,7 +50,7 @@ def clip_and_step(optimizer: torch.optim.Optimizer, norm: float, lr: float, opti
     Args:
         optimizer: Optimizer of the sharded weights.
         norm: Global norm of the gradient.
-        optim: Other hyperparameters. A loaded checkpoint has those of the run that saved it.
+        optim: Other hyperparameters. A loaded checkpoint has the values of the run that saved it.
     """
     for group in optimizer.param_groups:
         group["lr"], group["betas"] = lr, optim.betas

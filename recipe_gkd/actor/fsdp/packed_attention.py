@@ -77,7 +77,7 @@ def attending(row: PackedRow, kernel: AttentionKernel, use: AttentionUse | None 
     Args:
         row: Positions of the sequences.
         kernel: ``VARLEN`` or ``SDPA_BLOCKS``, with the indices in ``row`` that it reads. Options of
-            ``SCORE_OPTIONS`` need those of ``SDPA_BLOCKS``.
+            ``SCORE_OPTIONS`` need the indices of ``SDPA_BLOCKS``.
         use: Receives the requirements of the layers.
     """
     _current.append(_Current(row, kernel, use))

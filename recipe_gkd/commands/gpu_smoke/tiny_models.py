@@ -35,7 +35,7 @@ def write_model(folder: Path, *, seed: int, with_tokenizer: bool = False) -> Pat
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from recipe_gkd.quickstart.tokenizer import build_tokenizer
+    from recipe_gkd.addition.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer() if with_tokenizer else None
     config = Qwen2Config(

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from recipe_gkd.addition.task import make_splits, write_parquet
 from recipe_gkd.commands.gpu_smoke.isolation import last_lines
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context
 from recipe_gkd.commands.gpu_smoke.service import running_service
 from recipe_gkd.commands.gpu_smoke.teacher_checks import TOP_K, dtype_of
 from recipe_gkd.commands.gpu_smoke.tiny_models import write_model
-from recipe_gkd.quickstart.task import make_splits, write_parquet
 
 _STEPS = 3
 _TURNS = ("timing/engine_sleep", "timing/engine_wake", "timing/teacher_sleep", "timing/teacher_wake")

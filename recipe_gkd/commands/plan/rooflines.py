@@ -143,7 +143,7 @@ def decode_step_seconds(engine: Engine, device: DeviceRates, batch: int, context
 def weight_bytes(dims: StudentDims, item: int, batch: int) -> float:
     """Return the bytes of the weights that a decoding step reads: matrices of all layers, and the output layer.
 
-    Of a mixture-of-experts layer, those of the expected number of different experts: ``E (1 - (1 - k / E)^batch)`` with
+    Of a mixture-of-experts layer, the expected number of different experts is read: ``E (1 - (1 - k / E)^batch)`` with
     ``k`` of ``E`` experts per token, chosen independently.
 
     Args:

@@ -251,7 +251,7 @@ def refresh_tied_heads(model: torch.nn.Module) -> None:
     """Pack output layers again that share the weight of another layer, such as the embedding, after it was reloaded.
 
     Only the CPU needs it, where oneDNN keeps a packed copy. vLLM's layerwise reload refreshes the packed copies of the
-    layers that it loads, and a tied output layer is not among them. Without this call, logprobs are silently those of
+    layers that it loads, and a tied output layer is not among them. Without this call, logprobs silently come from
     the old output layer.
 
     The shared weight is found by its memory. The flag ``tie_word_embeddings`` is no sign of it: vLLM unsets it for a

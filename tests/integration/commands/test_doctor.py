@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_gkd.quickstart.task import make_splits, write_parquet
+from recipe_gkd.addition.task import make_splits, write_parquet
 from tests._support.training_command import RUN_ID_VARIABLE, Teacher, make_model, processes_of_run, running_teacher
 from tests._support.waiting import wait_until
 

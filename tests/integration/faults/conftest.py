@@ -70,7 +70,7 @@ def start_trainer(
     """
     import transformers
 
-    from recipe_gkd.quickstart.task import make_splits, write_parquet
+    from recipe_gkd.addition.task import make_splits, write_parquet
 
     ray.cloudpickle.register_pickle_by_value(faulty)
     monkeypatch.setattr("recipe_gkd.cluster_start.ActorWorker", faulty.FaultyActor)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipe_gkd.addition.task import Problem, endless_batches, make_splits
+from recipe_gkd.addition.tokenizer import MAX_LENGTH, VOCAB_SIZE, build_tokenizer
 from recipe_gkd.errors import ModelError
 from recipe_gkd.quickstart import models
 from recipe_gkd.quickstart.models import (
@@ -19,8 +21,6 @@ from recipe_gkd.quickstart.models import (
     greedy_accuracy,
     train_into_band,
 )
-from recipe_gkd.quickstart.task import Problem, endless_batches, make_splits
-from recipe_gkd.quickstart.tokenizer import MAX_LENGTH, VOCAB_SIZE, build_tokenizer
 from tests._support.errors import raises
 
 PROBLEMS = make_splits(0, n_train=300, n_held_out=1, n_dev=1).train

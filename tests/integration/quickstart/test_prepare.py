@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
+from recipe_gkd.addition.task import make_splits
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.errors import DeadlineError, ModelError
 from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES, Recipe, Role, greedy_accuracy
 from recipe_gkd.quickstart.prepare import RECORD, SIZES, prepare
-from recipe_gkd.quickstart.task import make_splits
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from tests._support.errors import raises
 
 pytestmark = pytest.mark.timeout(120)

@@ -6,119 +6,111 @@ from typing import Any
 
 import pytest
 
+from recipe_gkd.addition.task import DATA_SOURCE
+from recipe_gkd.commands.report.run_files import read_run
 from recipe_gkd.errors import DataError
-from recipe_gkd.quickstart.report import RunResults, build_report, main, read_metrics, render
+from recipe_gkd.quickstart.report import main, read_accuracies, render, summarize
 from tests._support.errors import raises
 
+CONFIG = "gkd: {distill_loss_type: jsd, custom_loss: {path: null, name: null}}\n"
+STAGES = [{"stage": "set-up", "seconds": 130}, {"stage": "distillation", "seconds": 90}]
 
-def _evaluation(accuracy: float, n: int = 200) -> dict[str, Any]:
-    return {"model": "m", "data": "held_out.parquet", "n": n, "n_exact": round(accuracy * n), "accuracy": accuracy}
+
+def evaluation(*accuracies: float, n: int = 200) -> dict[str, Any]:
+    """Return a result of ``evaluate --json`` for models with these accuracies."""
+    scores = [{DATA_SOURCE: {"n_prompts": n, "mean": accuracy}} for accuracy in accuracies]
+    return {"data": "held_out.parquet", "models": [{"model": "m", "scores": score} for score in scores]}
 
 
-def _step(step: int, **more: float) -> dict[str, Any]:
+def step(number: int, **more: float) -> dict[str, Any]:
     return {
-        "training/global_step": step,
-        "training/staleness_mean": 0.5 * step,
-        "training/staleness_max": step,
+        "training/global_step": number,
+        "training/staleness_mean": 0.5 * number,
+        "training/staleness_max": number,
         "perf/total_num_tokens": 1000,
-        "actor/kl_loss": 1.0 / step,
-        "response_seq_len/average": 30.0 + step,
+        "actor/kl_loss": 1.0 / number,
         "timing/gen": 0.25,
         "timing/update_actor": 0.5,
     } | more
 
 
-STAGES = [{"stage": "set-up", "seconds": 130}, {"stage": "distillation", "seconds": 90}]
-EVALUATIONS = {"teacher": _evaluation(0.99), "before": _evaluation(0.2), "after": _evaluation(0.95)}
+def write_run(folder: Path, *steps: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))
+    (folder / "config.yaml").write_text(CONFIG)
+    return folder
 
 
-def _results(metrics: list[dict[str, Any]], **more: Any) -> RunResults:
-    defaults: dict[str, Any] = dict(evaluations=EVALUATIONS, stages=[], prepared={}, versions={})
-    return RunResults(metrics=metrics, **(defaults | more))
+def write_evaluations(folder: Path, n_after: int = 200) -> dict[str, Path]:
+    (folder / "before.json").write_text(json.dumps(evaluation(0.99, 0.2)))
+    (folder / "after.json").write_text(json.dumps(evaluation(0.95, n=n_after)))
+    before = folder / "before.json"
+    return {"teacher": before, "student_before": before, "student_after": folder / "after.json"}
 
 
-def test_build_report_summarizes_a_run() -> None:
-    metrics = [
-        _step(1, **{"perf/max_memory_allocated_gb": 0.5, "perf/memory_gb/update": 2.5}),
-        _step(2, **{"timing/gen": 0.75, "perf/memory_gb/update": 2.25}),
-    ]
-    report = build_report(_results(metrics, stages=STAGES, prepared={"teacher": {"steps": 9}}, versions={"torch": "1"}))
-    assert report["memory_gb"] == {"actor": 0.5, "update": 2.5}
-    assert report["accuracy"] == {"teacher": 0.99, "student_before": 0.2, "student_after": 0.95}
-    assert (report["steps"], report["tokens"], report["problems"]) == (2, 2000, 200)
-    assert report["kl_loss"] == {"first": 1.0, "last": 0.5}
-    assert report["staleness"] == {"mean": 0.75, "max": 2.0}
-    assert report["seconds"] == {"gen": {"total": 1.0, "mean": 0.5}, "update_actor": {"total": 1.0, "mean": 0.5}}
-    assert report["prepared"] == {"teacher": {"steps": 9}}
-    assert report["stages"] == {"set-up": 130, "distillation": 90}
-    table = render(report)
-    for shown in ("99.0%", "20.0%", "95.0%", "2,000", "1.000  0.500", "0.75  2", "update_actor"):
-        assert shown in table
+def test_summary_of_a_resumed_run_counts_no_step_twice(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run",
+        {"training/global_step": 0, "val/accuracy": 0.1},
+        step(1, **{"perf/max_memory_allocated_gb": 0.5, "perf/memory_gb/update": 2.5}),
+        step(2, **{"timing/gen": 5.0}),
+        step(2, **{"timing/gen": 0.75, "perf/memory_gb/update": 2.25, "actor/kl_loss": 0.1}),
+        {"training/global_step": 2, "val/accuracy": 1.0},
+    )
+    summary = summarize(read_run(run))
+    assert (summary["steps"], summary["tokens"], summary["loss"]) == (2, 2000, "jsd")
+    assert summary["memory_gb"] == {"actor": 0.5, "update": 2.5}
+    assert summary["kl_loss"] == {"first": 1.0, "last": 0.1}
+    assert summary["staleness"] == {"mean": 0.75, "max": 2.0}
+    assert summary["seconds"] == {"gen": {"total": 1.0, "mean": 0.5}, "update_actor": {"total": 1.0, "mean": 0.5}}
 
 
-def test_render_names_the_teacher_of_a_self_distillation() -> None:
-    assert "  teacher  " in render(build_report(_results([_step(1)])))
-    table = render(build_report(_results([_step(1)], teacher="teacher: the initial student, with the solution")))
-    assert "teacher: the initial student, with the solution" in table
+def test_missing_metrics_are_null_and_rendered(tmp_path: Path) -> None:
+    summary = summarize(read_run(write_run(tmp_path / "run", {"training/global_step": 1, "x": 1.0})))
+    assert summary["tokens"] is summary["kl_loss"] is summary["staleness"]["mean"] is None and summary["seconds"] == {}
+    accuracy = dict.fromkeys(("teacher", "student_before", "student_after"), 0.5)
+    rest = {"problems": 1, "accuracy": accuracy, "teacher": "teacher", "stages": {}, "versions": {}}
+    assert "not recorded" in render(summary | rest)
 
 
-def test_build_report_resumed_run_counts_no_step_twice() -> None:
-    metrics = [_step(1), _step(2), _step(2, **{"actor/kl_loss": 0.1}), {"training/global_step": 2, "val/accuracy": 1.0}]
-    report = build_report(_results(metrics))
-    assert (report["steps"], report["tokens"]) == (2, 2000)
-    assert report["kl_loss"]["last"] == 0.1
+def test_accuracies_come_from_the_files_of_evaluate(tmp_path: Path) -> None:
+    expected = {"teacher": 0.99, "student_before": 0.2, "student_after": 0.95}
+    assert read_accuracies(write_evaluations(tmp_path)) == (200, expected)
 
 
-def test_build_report_missing_metrics_are_null_and_rendered() -> None:
-    report = build_report(_results([{"training/global_step": 1}]))
-    assert report["tokens"] is report["kl_loss"] is report["staleness"]["mean"] is None
-    assert report["seconds"] == {}
-    assert "not recorded" in render(report)
+def test_evaluations_of_different_problems_are_refused(tmp_path: Path) -> None:
+    with raises(DataError, file=tmp_path / "after.json"):
+        read_accuracies(write_evaluations(tmp_path, n_after=100))
 
 
-@pytest.mark.parametrize("metrics", [[], [{"actor/kl_loss": 1.0}]])
-def test_build_report_metrics_without_a_step_raises(metrics: list[dict[str, Any]]) -> None:
-    with pytest.raises(DataError):
-        build_report(_results(metrics))
+def test_file_of_another_command_is_refused(tmp_path: Path) -> None:
+    files = write_evaluations(tmp_path)
+    files["teacher"].write_text("{}")
+    with raises(DataError, file=tmp_path / "before.json"):
+        read_accuracies(files)
 
 
-def test_build_report_evaluations_of_different_problems_raises() -> None:
-    with raises(DataError, column="n"):
-        build_report(_results([_step(1)], evaluations=EVALUATIONS | {"after": _evaluation(0.9, n=100)}))
-
-
-def test_read_metrics_truncated_line_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text(json.dumps(_step(1)) + '\n\n{"training/glob')
-    with raises(DataError, file=file, line=3):
-        read_metrics(file)
-
-
-def test_command_writes_json_and_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("teacher", ["teacher", "teacher: the initial student, with the solution"])
+def test_command_writes_json_and_prints_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], teacher: str
+) -> None:
+    files = write_evaluations(tmp_path)
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(stage) + "\n" for stage in STAGES))
+    out = tmp_path / "o" / "r.json"
     arguments = [
-        "--prepared",
-        str(tmp_path),
-        "--metrics",
-        str(tmp_path / "m.jsonl"),
-        "--stages",
-        str(tmp_path / "s.jsonl"),
-        "--out",
-        str(tmp_path / "o" / "r.json"),
-    ]
-    for name, evaluation in EVALUATIONS.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(evaluation))
-        arguments += [f"--{name}", str(tmp_path / f"{name}.json")]
-    (tmp_path / "m.jsonl").write_text(json.dumps(_step(1)) + "\n")
-    (tmp_path / "s.jsonl").write_text(json.dumps(STAGES[0]) + "\n")
+        str(write_run(tmp_path / "run", step(1))), f"--prepared={tmp_path}", f"--stages={tmp_path / 's.jsonl'}",
+        f"--teacher={files['teacher']}", f"--before={files['student_before']}", f"--after={files['student_after']}",
+        f"--out={out}", *([] if teacher == "teacher" else ["--self"]),
+    ]  # fmt: skip
     assert main(arguments) == 1
     assert "made.json" in capsys.readouterr().err
-    for name in ("data", "teacher", "student"):
+    for name in ("data", "teacher", "student", "self_student"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "made.json").write_text("{}")
-    (tmp_path / "config.yaml").write_text("gkd: {distill_loss_type: jsd, custom_loss: {path: null, name: null}}\n")
     assert main(arguments) == 0
     table = capsys.readouterr().out
-    assert "student after" in table and "loss (jsd), first and last step" in table
-    report = json.loads((tmp_path / "o" / "r.json").read_text())
-    assert {"python", "torch", "transformers"} <= set(report["versions"])
-    assert " cores of " in report["machine"]
+    for shown in ("99.0%", "20.0%", "95.0%", f"  {teacher}  ", "loss (jsd), first and last step", "update_actor"):
+        assert shown in table
+    report = json.loads(out.read_text())
+    assert report["stages"] == {"set-up": 130, "distillation": 90} and report["problems"] == 200
+    assert {"python", "torch", "transformers"} <= set(report["versions"]) and " cores of " in report["machine"]

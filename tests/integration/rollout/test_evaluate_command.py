@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from recipe_gkd.addition.task import make_splits, write_parquet
 from recipe_gkd.commands.gpu_smoke.tiny_models import read_model, write_model
-from recipe_gkd.quickstart.task import make_splits, write_parquet
 from tests._support.repository import REPO
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]

@@ -123,7 +123,7 @@ def settings(shared: Path) -> list[str]:
 
 def make_inputs(shared: Path) -> None:
     """Create student, teacher, prompts and keys."""
-    from recipe_gkd.quickstart.task import make_splits, write_parquet
+    from recipe_gkd.addition.task import make_splits, write_parquet
     from teacher.wire.make_keys import make_keys
 
     make_model(shared / "student", seed=1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,12 +29,14 @@ BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 def interpreter(tmp_path: Path) -> Path:
     """Return a stub interpreter. Processes of the service are ready at once and sleep. Other commands succeed.
 
-    ``$HANG`` names a command that sleeps as well. All command lines contain the folder (see ``processes_of``).
+    The commands of the scripts run in a real interpreter. ``$HANG`` names a command that sleeps as well. Command lines
+    of processes contain the folder (see ``processes_of``).
     """
     stub = tmp_path / "interpreter"
     stub.write_text(
-        """#!/bin/bash
-[[ $3 == "${HANG:-}" ]] && exec -a "$0 $3" sleep 60
+        f"""#!/bin/bash
+[[ $3 == @(serve|join|stop) ]] && exec {sys.executable} "$@"
+[[ $3 == "${{HANG:-}}" ]] && exec -a "$0 $3" sleep 60
 while (($#)); do [[ $1 == --ready-file ]] && touch "$2" && exec -a "$2" sleep 60; shift; done
 """
     )
@@ -163,19 +167,29 @@ def test_stop_old_pid_file_format_is_stopped(interpreter: Path, tmp_path: Path) 
         old.wait(timeout=60)
 
 
+FULL_DISK = """
+import os, resource, sys
+from teacher.launcher import commands, processes
+
+def write(path, pid, write=processes.write_pid_file):
+    if path.stem == os.environ["FULL_AT"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    return write(path, pid)
+
+processes.write_pid_file = write
+sys.exit(commands.main(sys.argv[3], sys.argv[4:]))
+"""
+"""Program of the command whose writes fail from the pid file of the process ``$FULL_AT`` onward."""
+
+
 @pytest.mark.parametrize("full_at", ["before", "proxy", "worker-0", "worker-1"])
 def test_start_full_disk_leaves_no_process(full_at: str, interpreter: Path, tmp_path: Path) -> None:
-    """The script calls ``rm`` before it writes a pid file. From that call on, its writes fail."""
-    run_dir, rm = tmp_path / "run", tmp_path / "rm"
-    rm.write_text(
-        f"""#!/bin/bash
-[[ $* == *"/.{full_at}.pid.part" ]] && prlimit --pid $PPID --fsize=0:0
-exec /bin/rm "$@"
-"""
+    run_dir, program = tmp_path / "run", tmp_path / "full_disk.py"
+    program.write_text(FULL_DISK)
+    interpreter.write_text(interpreter.read_text().replace(sys.executable, f"{sys.executable} {program}"))
+    failed = run(
+        "start_server.sh", interpreter, run_dir, disk_is_full=full_at == "before", FULL_AT=full_at, N_WORKERS="2"
     )
-    rm.chmod(0o700)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    failed = run("start_server.sh", interpreter, run_dir, disk_is_full=full_at == "before", PATH=path, N_WORKERS="2")
     assert failed.returncode == 1
     assert f"cannot write {run_dir}/" in failed.stderr and "is the disk full?" in failed.stderr
     assert processes_of(tmp_path) == [] and not list(run_dir.glob("*.pid")) and not list(run_dir.glob(".*"))
@@ -253,25 +267,19 @@ def test_stop_group_without_leader_kills_only_own_processes(
 
 @pytest.mark.parametrize("how", ["signal", "Ctrl-C while it waits", "Ctrl-C from the start"])
 def test_stop_signaled_while_waiting_kills_process(how: str, interpreter: Path, tmp_path: Path) -> None:
-    """Repeated Ctrl-C also reaches the helper processes of the script: ``sleep`` and ``cat``."""
-    for name in ("cat", "sleep"):
-        stub = tmp_path / name
-        stub.write_text(f'#!/bin/bash\ntouch "{tmp_path}/in {name}"\n/bin/sleep 0.03\nexec /bin/{name} "$@"\n')
-        stub.chmod(0o700)
     stubborn = subprocess.Popen(["bash", "-c", "trap '' TERM; exec sleep 60"], start_new_session=True)
     try:
         wait_until(lambda: signal.SIGTERM in signals(stubborn.pid, "SigIgn"))
         (tmp_path / "proxy.pid").write_text(f"{stubborn.pid} {ticks(stubborn.pid)} {BOOT} {HOST}\n")
-        path = f"{tmp_path}:{os.environ['PATH']}"
         script = subprocess.Popen(
             [str(REPO / "teacher" / "stop_server.sh")],
-            env=environment_of(interpreter, tmp_path) | {"STOP_TIMEOUT_S": "50", "PATH": path},
+            env=environment_of(interpreter, tmp_path) | {"STOP_TIMEOUT_S": "50"},
             start_new_session=True,
         )
         if how == "Ctrl-C from the start":
             wait_until(lambda: {signal.SIGINT, signal.SIGTERM} <= signals(script.pid, "SigIgn"))
         else:
-            wait_until((tmp_path / "in sleep").exists)
+            wait_until(lambda: {signal.SIGINT, signal.SIGTERM} <= signals(script.pid, "SigCgt"))
         if how == "signal":
             script.terminate()
         while how != "signal" and script.poll() is None:
@@ -296,3 +304,42 @@ def test_start_signaled_during_final_check_ends_service(interpreter: Path, tmp_p
     finally:
         script.kill()
         script.wait(timeout=60)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_start_interrupted_at_any_moment_leaves_no_process(repeated: bool, interpreter: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches the script alone: its processes have their own sessions."""
+    environment = environment_of(interpreter, tmp_path / "run") | {"HANG": "check", "N_WORKERS": "3"}
+    for delay_s in (0.0, 0.03, 0.06, 0.09, 0.12, 0.15, 0.18, 0.21, 0.25, 0.3, 0.4, 0.6):
+        script = subprocess.Popen(
+            [str(REPO / "teacher" / "start_server.sh")],
+            env=environment,
+            start_new_session=True,
+            stderr=subprocess.DEVNULL,
+        )
+        threading.Event().wait(delay_s)
+        while script.poll() is None:
+            os.killpg(script.pid, signal.SIGINT)
+            if not repeated:
+                script.wait(timeout=60)
+            threading.Event().wait(0.01)
+        assert script.returncode in (128 + signal.SIGINT, -signal.SIGINT, 1)  # 1: while Python itself starts
+        assert processes_of(tmp_path) == []
+
+
+def test_start_process_that_is_not_ready_is_named(interpreter: Path, tmp_path: Path) -> None:
+    failed = run("start_server.sh", interpreter, tmp_path / "run", HANG="proxy", START_TIMEOUT_S="1")
+    assert failed.returncode == 1 and processes_of(tmp_path) == []
+    assert re.search(r"proxy not ready after \d+ s; raise START_TIMEOUT_S, or see the logs in", failed.stderr)
+
+
+def test_start_process_that_ends_is_named_with_its_log(interpreter: Path, tmp_path: Path) -> None:
+    text = interpreter.read_text()
+    reason = '[[ $3 == worker ]] && printf "line %s\\n" {1..40} && echo "no memory" >&2 && exit 1\n'
+    interpreter.write_text(text.replace("while ((", f"{reason}while (("))
+    failed = run("start_server.sh", interpreter, tmp_path / "run", LOG_LINES="3")
+    shown = failed.stderr.splitlines()
+    log = tmp_path / "run" / "worker-0.log"
+    assert failed.returncode == 1 and processes_of(tmp_path) == []
+    assert shown[:5] == [f"--- last lines of {log}", "line 39", "line 40", "no memory", "---"]
+    assert shown[5].startswith("start_server.sh: worker-0 ended while starting (its log is above, and in")

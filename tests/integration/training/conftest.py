@@ -42,7 +42,7 @@ def teacher_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Training data of 24 rows: 3 batches per epoch."""
-    from recipe_gkd.quickstart.task import make_splits, write_parquet
+    from recipe_gkd.addition.task import make_splits, write_parquet
 
     path = tmp_path_factory.mktemp("data") / "train.parquet"
     write_parquet(make_splits(0, n_train=24, n_held_out=8, n_dev=8).train, path)
@@ -52,7 +52,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def validation(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides for validation after every second step, on 6 rows: KL, and a reward with verl's signature."""
-    from recipe_gkd.quickstart.task import make_splits, write_parquet
+    from recipe_gkd.addition.task import make_splits, write_parquet
 
     path = tmp_path_factory.mktemp("data") / "val.parquet"
     write_parquet(make_splits(0, n_train=8, n_held_out=6, n_dev=8).held_out, path)

@@ -19,13 +19,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe_gkd import main_gkd
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.checkpoints.state import Best, Progress, ResumeState
 from recipe_gkd.config import Config
 from recipe_gkd.data.fingerprints import FORMAT
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch, WorkerDied
 from recipe_gkd.model_files import Student
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.runtime.stop_request import StopRequest
 from tests._support.base_config import base_config
 from tests._support.checkpoint_files import PROGRESS, begin_checkpoint, write_checkpoints

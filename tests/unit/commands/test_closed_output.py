@@ -117,7 +117,6 @@ OUTPUTS: dict[str, Callable[[Path, pytest.MonkeyPatch], list[str]]] = {
 MODULES = {
     "recipe_gkd.config": [],
     "recipe_gkd.main_gkd": ["--config-name", "quickstart", "--cfg", "job"],
-    "recipe_gkd.quickstart.evaluate": ["--help"],
     "recipe_gkd.quickstart.prepare": ["--help"],
     "recipe_gkd.quickstart.report": ["--help"],
     "recipe_gkd.quickstart.table": ["--help"],

@@ -19,9 +19,9 @@ import pytest
 
 from recipe_gkd import preflight
 from recipe_gkd.__main__ import main
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.commands.doctor import live_checks, machine_checks, versions
 from recipe_gkd.commands.gpu_smoke.machine import versions as installed_versions
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from teacher.common import machine_checks as shared_checks
 from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
 from tests._support.base_config import base_config

@@ -29,6 +29,7 @@ from recipe_gkd.actor.batch.packing import micro_batches
 from recipe_gkd.actor.learning_rate import learning_rate
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.student_dims import MoEConfig
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.config import Config, limits, ranges
 from recipe_gkd.config.compose import compose_config
 from recipe_gkd.config.key_types import known_keys
@@ -44,7 +45,6 @@ from recipe_gkd.losses.policy import grpo_loss
 from recipe_gkd.losses.sampled_token import importance_weights, k1, k2, k3
 from recipe_gkd.metrics.advice.resource_layout import ResourceLayout
 from recipe_gkd.quickstart import reward
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.ray_cluster.pools import choose_nodes, pool_specs
 from recipe_gkd.rewards import RewardScorer, child
 from recipe_gkd.rollout.engine_options import EngineOptions

@@ -8,10 +8,10 @@ from typing import Any
 import jinja2
 import pytest
 
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_prompt
 from recipe_gkd.errors import DataError
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from tests._support.base_config import base_config
 from tests._support.data_sets import data_set_of
 from tests._support.errors import raises

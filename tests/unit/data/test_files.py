@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.commands.data import main
 from recipe_gkd.commands.data.inspect import describe_prompts
 from recipe_gkd.data.rows import DataSet, read_data_set
 from recipe_gkd.errors import DataError
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from tests._support.base_config import base_config
 from tests._support.data_sets import data_set_of
 from tests._support.errors import raises

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.data.fingerprints import FORMAT, can_compare
 from recipe_gkd.data.prompts import PromptData
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.teachers.prompts import make_teacher_prompts
 from recipe_gkd.teachers.routes import Routes
 from tests._support.base_config import base_config

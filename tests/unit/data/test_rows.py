@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.data.files import FORMATS, SUFFIXES
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet, read_data_set
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import DataError
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItems
 from tests._support.base_config import base_config
 from tests._support.errors import raises

@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.commands.data.inspect import describe_prompts
 from recipe_gkd.config import Config
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.errors import DataError
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.teachers.prompts import make_teacher_prompts
 from recipe_gkd.teachers.routes import Routes
 from tests._support.base_config import base_config

@@ -9,14 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipe_gkd.addition.task import Problem, write_parquet
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Response
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.reward import compute_score
-from recipe_gkd.quickstart.task import Problem, write_parquet
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.rewards import RewardItem, RewardItems
 from tests._support.base_config import base_config
 from tests._support.errors import raises

@@ -44,9 +44,9 @@ from teacher.wire.messages import (
 from tests._support.errors import raises
 from tests._support.fake_teachers import OffsetEngine
 from tests._support.fake_worker import running_worker
+from tests._support.scripted_service import ScriptedService, assert_scores, expected_scores, sequence
 from tests._support.teacher_status import STATUS
 from tests._support.waiting import wait_until
-from tests.unit.teacher.scripted_service import ScriptedService, assert_scores, expected_scores, sequence
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -17,7 +17,7 @@ from teacher.wire.make_keys import make_keys
 from teacher.wire.messages import Score
 from tests._support.errors import raises
 from tests._support.ports import free_port
-from tests.unit.teacher.scripted_service import ScriptedService, assert_scores, sequence
+from tests._support.scripted_service import ScriptedService, assert_scores, sequence
 
 pytestmark = pytest.mark.timeout(30)
 

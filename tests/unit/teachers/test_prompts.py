@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from recipe_gkd.addition.task import Problem
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.prompt_settings import PromptSettings, prompt_settings
 from recipe_gkd.config.prompt_template import fill, template_fields, template_problem
@@ -26,8 +28,6 @@ from recipe_gkd.data.tokenization import ChatTemplate
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.preflight import check_teacher_prompts
 from recipe_gkd.quickstart.models import RECIPES, build_model
-from recipe_gkd.quickstart.task import Problem
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.teachers.hf_teacher import HfTeacher
 from recipe_gkd.teachers.prompts import TeacherPrompts, make_teacher_prompts
 from recipe_gkd.teachers.router import Teachers, open_teachers

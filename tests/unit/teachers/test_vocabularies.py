@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.errors import VocabularyMismatch
 from recipe_gkd.model_files import Student
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
 from recipe_gkd.teachers.vocabularies import check_vocabulary
 from teacher.common.fingerprint import count_ids, last_tokens, tokenizer_fingerprint
 from teacher.records import TeacherInfo

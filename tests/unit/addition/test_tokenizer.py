@@ -3,7 +3,7 @@ from __future__ import annotations
 import jinja2
 import pytest
 
-from recipe_gkd.quickstart.tokenizer import build_tokenizer
+from recipe_gkd.addition.tokenizer import build_tokenizer
 
 
 def test_chat_template_unknown_role_is_named() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from recipe_gkd.errors import DataError
-from recipe_gkd.quickstart.task import (
+from recipe_gkd.addition.task import (
     DATA_SOURCE,
     Problem,
     endless_batches,
@@ -17,6 +16,7 @@ from recipe_gkd.quickstart.task import (
     make_splits,
     write_parquet,
 )
+from recipe_gkd.errors import DataError
 from tests._support.errors import raises
 
 SIZES = {"n_train": 3000, "n_held_out": 500, "n_dev": 200}
@@ -112,6 +112,11 @@ def test_write_parquet_has_chat_prompts_and_answers(tmp_path: Path) -> None:
     problems = [Problem(123, 456), Problem(999, 100)]
     write_parquet(problems, tmp_path / "a.parquet")
     assert pq.read_table(tmp_path / "a.parquet").to_pylist() == [
-        {"prompt": [{"role": "user", "content": p.question}], "answer": p.answer, "data_source": DATA_SOURCE}
+        {
+            "prompt": [{"role": "user", "content": p.question}],
+            "prompt_with_solution": [{"role": "user", "content": f"{p.answer};{p.question}"}],
+            "answer": p.answer,
+            "data_source": DATA_SOURCE,
+        }
         for p in problems
     ]

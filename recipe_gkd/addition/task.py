@@ -148,13 +148,17 @@ def endless_batches(seed: int, batch_size: int, excluded: list[Problem]) -> Iter
 
 
 def write_parquet(problems: list[Problem], path: Path) -> None:
-    """Write a parquet file with the columns ``prompt`` (list of {role, content}), ``answer`` and ``data_source``."""
+    """Write a parquet file.
+
+    Its columns are ``prompt`` and ``prompt_with_solution`` (lists of {role, content}), ``answer`` and ``data_source``.
+    """
     import pyarrow as pa  # not at the top: gpu_smoke uses the alphabet on machines without pyarrow
     import pyarrow.parquet as pq
 
     table = pa.table(
         {
             "prompt": [problem.messages() for problem in problems],
+            "prompt_with_solution": [problem.messages(with_solution=True) for problem in problems],
             "answer": [problem.answer for problem in problems],
             "data_source": [DATA_SOURCE] * len(problems),
         }

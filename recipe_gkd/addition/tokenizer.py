@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from recipe_gkd.quickstart.task import ALPHABET
+from recipe_gkd.addition.task import ALPHABET
 
 VOCAB_SIZE = 32
 PAD, END, USER, ASSISTANT, UNKNOWN = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unk|>"

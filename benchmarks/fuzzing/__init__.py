@@ -1,1 +1,0 @@
-"""Coverage-guided fuzzing of the teacher service, see ``benchmarks/fuzz.py``."""

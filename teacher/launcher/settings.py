@@ -1,0 +1,110 @@
+"""Checks of a start's settings that need no process of the service, and the machine's GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from teacher.errors import TeacherSetupError
+
+REPO = Path(__file__).parents[2]
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
+_NVIDIA_SMI_TIMEOUT_S = 60.0
+_MAX_TMPDIR_BYTES = 70
+"""Longest TMPDIR for vLLM's sockets: their paths have at most 107 bytes, of which the name needs 37."""
+
+
+def check_settings(args: Namespace) -> list[str]:
+    """Check the options of workers and this machine. Complete ``args``, and return the visible GPUs.
+
+    Raises:
+        TeacherSetupError: An option is invalid, or an engine cannot start on this machine.
+    """
+    if former := os.environ.get("MAX_ANSWER_MIB"):
+        raise TeacherSetupError("MAX_ANSWER_MIB is now MAX_RESULT_MIB", remedy=f"set MAX_RESULT_MIB={former} instead")
+    require("SLEEP_MODE", args.sleep_mode, ("0", "1"))
+    require("ASYNC_SCHEDULING", args.async_scheduling, ("auto", "on", "off"))
+    if min(args.n_workers, args.tp_size) < 1:
+        raise TeacherSetupError("N_WORKERS and TP_SIZE must be 1 or more", options=("N_WORKERS", "TP_SIZE"))
+    if not args.ckpt_path:
+        raise _invalid("CKPT_PATH is not set", "it names the local folder of the teacher model; see --help")
+    if not os.path.isdir(args.ckpt_path):
+        raise _invalid(f"CKPT_PATH={args.ckpt_path} is not a folder", "expected a local model in Hugging Face format")
+    args.ckpt_path = os.path.abspath(args.ckpt_path)
+    gpus = find_gpus()
+    if gpus and (needed := args.n_workers * args.tp_size) > len(gpus):
+        what = f"N_WORKERS={args.n_workers} x TP_SIZE={args.tp_size} need {needed} GPUs, {len(gpus)} are visible"
+        raise TeacherSetupError(what, options=("N_WORKERS", "TP_SIZE"))
+    args.python = args.python or sys.executable
+    if shutil.which(args.python) is None:
+        raise _invalid(f"PYTHON={args.python} is not found", "set it to the interpreter that has vLLM installed")
+    # On GPUs vLLM compiles kernels at the first start.
+    args.start_timeout_s = args.start_timeout_s or (1800 if gpus else 600)
+    if gpus and args.backend == "vllm":
+        _check_machine(args.python)
+    if args.auth_dir and not os.path.isdir(args.auth_dir):
+        remedy = f"create it with: {args.python} -m teacher keys --auth-dir {args.auth_dir}"
+        raise _invalid(f"AUTH_DIR={args.auth_dir} is not a folder", remedy)
+    args.auth_dir = args.auth_dir and os.path.abspath(args.auth_dir)
+    return gpus
+
+
+def require(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Refuse a value of an option that is not one of ``allowed``."""
+    if value not in allowed:
+        raise _invalid(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {value!r}")
+
+
+def check_port_is_free(ip: str, port: int) -> None:
+    """Check that nothing listens on a port. Another service there could answer the check of a new one."""
+    try:
+        socket.create_connection((ip, port), timeout=5).close()
+    except (OSError, OverflowError):
+        return
+    raise TeacherSetupError(
+        f"port {port} of {ip} is in use",
+        remedy=f"stop what uses it ({REPO}/teacher/stop_server.sh), or set PROXY_FRONTEND_PORT / PROXY_BACKEND_PORT",
+        options=("PROXY_FRONTEND_PORT", "PROXY_BACKEND_PORT"),
+    )
+
+
+def find_gpus() -> list[str]:
+    """Return the names of the visible GPUs. Empty on a machine without GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return re.findall(r"[^,\s]+", visible)
+    try:
+        found = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        what = f"nvidia-smi did not answer within {_NVIDIA_SMI_TIMEOUT_S:g} s"
+        raise TeacherSetupError(what, remedy="check the driver, or set CUDA_VISIBLE_DEVICES") from None
+    except OSError:
+        return []
+    return found.stdout.split() if found.returncode == 0 else []
+
+
+def environment_of_processes() -> dict[str, str]:
+    """Return the variables of the service's processes, which import this package in any folder."""
+    variables = dict(os.environ)
+    others = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(REPO))]
+    variables["PYTHONPATH"] = os.pathsep.join([str(REPO), *others])
+    if not variables.get("VLLM_RPC_BASE_PATH") and len(os.fsencode(variables.get("TMPDIR", ""))) > _MAX_TMPDIR_BYTES:
+        variables["VLLM_RPC_BASE_PATH"] = "/tmp"
+    return variables
+
+
+def _check_machine(python: str) -> None:
+    command = [python, "-m", "teacher.machine_checks", "cuda"]
+    if subprocess.run(command, env=environment_of_processes(), check=False).returncode:
+        raise TeacherSetupError("a vLLM engine cannot start on this machine", remedy="see the problems above")
+
+
+def _invalid(what: str, remedy: str = "") -> TeacherSetupError:
+    return TeacherSetupError(what, remedy=remedy, options=(re.split("[ =]", what)[0],))
