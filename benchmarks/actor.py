@@ -44,9 +44,9 @@ from recipe_gkd.actor.fsdp import forward_backward as fsdp
 from recipe_gkd.actor.megatron import forward_backward as megatron
 from recipe_gkd.actor.ranks import RankSpec
 from recipe_gkd.actor.student_actor import StudentActor
-from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample, random_top_k
 from recipe_gkd.config import load_config
-from recipe_gkd.data.samples import Prompt, Sample
+from recipe_gkd.data.samples import Sample
 from recipe_gkd.data.sharding import shard_batch
 from recipe_gkd.losses import Divergence, topk_divergence
 from recipe_gkd.weight_sync.store import open_store
@@ -63,15 +63,12 @@ def make_samples(lengths: Sequence[int], k: int, seed: int = 0) -> list[Sample]:
     """Return samples with the given response lengths and a random teacher's top-k."""
     rng = np.random.default_rng(seed)
     rows = 256
-    scores = rng.normal(size=(rows, VOCABULARY))
-    logps = scores - np.log(np.exp(scores).sum(1, keepdims=True))
-    ids = np.argsort(-logps, axis=1)[:, :k]
-    tile = np.take_along_axis(logps, ids, 1)
+    tile, ids = random_top_k(rng, rows, VOCABULARY, k, sharpness=1.0)
     samples = []
     for uid, length in enumerate(lengths):
         row_of_T, ids_T = rng.integers(0, rows, length), rng.integers(0, VOCABULARY, length)
-        prompt = Prompt(uid=uid, ids=rng.integers(0, VOCABULARY, PROMPT_TOKENS).astype(np.int32), row=uid)
-        samples.append(make_sample(prompt, ids_T, tile[row_of_T], ids[row_of_T]))
+        prompt = rng.integers(0, VOCABULARY, PROMPT_TOKENS)
+        samples.append(make_sample(uid, prompt, ids_T, tile[row_of_T], ids[row_of_T]))
     return samples
 
 

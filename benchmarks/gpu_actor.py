@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import queue
 import statistics
 import time
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from actor import make_samples
 from gpu_models import write_model
 
 from recipe_gkd.actor.megatron.model_dims import read_model_dims
-from recipe_gkd.commands.gpu_smoke.actor_checks import actor_config, running_actor
 from recipe_gkd.commands.gpu_smoke.peer_process import running_peer
+from recipe_gkd.commands.gpu_smoke.tiny_actor import actor_config, running_actor
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Response, Sample
 from recipe_gkd.metrics.device_peaks import peak_tflops
@@ -115,29 +114,13 @@ def _engine_keys(device: str) -> list[str]:
 
 def _generate(connection: Connection, config: Config, samples: list[Sample]) -> None:
     """Process of the engine: send sampled responses of the samples' lengths, by uid."""
-    from recipe_gkd.rollout.engine import RolloutEngine
-    from recipe_gkd.rollout.engine_options import EngineOptions
+    from recipe_gkd.commands.gpu_smoke.tiny_engine import generate, running_engine
 
-    engine = RolloutEngine(EngineOptions.from_config(config, config.trainer.device))
-    try:
-        engine.start().result(timeout=_TIMEOUT_S)
-        engine.run(lambda inner: inner.set_weight_version("0")).result(timeout=_TIMEOUT_S)
-        delivered = queue.SimpleQueue[Any]()
-        prompts = [sample.prompt for sample in samples]
-        params = [
-            {"max_tokens": len(sample.response.ids), "temperature": 1.0, "seed": sample.prompt.uid}
-            for sample in samples
-        ]
-        engine.submit(prompts, params, delivered.put)
-        found: dict[int, Response] = {}
-        while len(found) < len(prompts):
-            responses = delivered.get(timeout=_TIMEOUT_S)
-            if isinstance(responses, Exception):
-                raise responses
-            found |= {response.uid: response for response in responses}
-        connection.send(found)
-    finally:
-        engine.close()
+    params = [
+        {"max_tokens": len(sample.response.ids), "temperature": 1.0, "seed": sample.prompt.uid} for sample in samples
+    ]
+    with running_engine(config, timeout_s=_TIMEOUT_S) as (engine, _):
+        connection.send(generate(engine, [sample.prompt for sample in samples], params, _TIMEOUT_S))
 
 
 def _sampled(sample: Sample, responses: dict[int, Response]) -> Sample:

@@ -75,9 +75,3 @@ def divergence_of(p_C: Tensor, log_q_C: Tensor, divergence: Divergence) -> Tenso
         case "tvd":
             return (p_C - q_C).abs().sum() / 2
     raise AssertionError(f"add a dense reference of the divergence {divergence.kind!r} here")
-
-
-def dense_sampled_and_entropy(logits_TV: Tensor, sampled_T: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return the sampled ids' log-probabilities and the entropy of the whole distribution at temperature 1."""
-    log_q_TV = logits_TV[:, :vocab_size].double().log_softmax(1)
-    return log_q_TV.gather(1, sampled_T[:, None])[:, 0], -(log_q_TV.exp() * log_q_TV).sum(1)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from recipe_gkd.commands.gpu_smoke.reference import dense_log_stats
 from recipe_gkd.losses.distributions import valid_entries
 from recipe_gkd.losses.log_stats import compute_log_stats
 from recipe_gkd.losses.logits_query import LogitsQuery, StudentLogStats
-from tests._support.dense_losses import dense_sampled_and_entropy
 from tests._support.loss_cases import ROWS, TEMPERATURES, VOCABULARY, Case, make_case, row_weights
 
 # Support size, temperature, and whether the loss differentiates the entropy.
@@ -87,19 +87,11 @@ def dense_results(k: int, temperature: float, differentiates_entropy: bool) -> t
     case = cached_case(k, temperature)
     query = make_query(case, temperature)
     logits = case.logits_TW.double().requires_grad_()
-    rows = []
-    for logits_V, ids_K, valid_K in zip(logits[:, :VOCABULARY], query.ids_TK, query.valid_TK, strict=True):
-        log_q_V = (logits_V / temperature).log_softmax(0)
-        ids = [id if valid else None for id, valid in zip(ids_K.tolist(), valid_K.tolist(), strict=True)]
-        tail = sorted(set(range(VOCABULARY)) - {id for id in ids if id is not None})
-        empty = log_q_V.new_tensor(-torch.inf)
-        entries = [empty if id is None else log_q_V[id] for id in ids]
-        rows.append(torch.stack([*entries, log_q_V[tail].logsumexp(0) if tail else empty]))
-    log_q_TB = torch.stack(rows)
-    sampled_T, entropy_T = dense_sampled_and_entropy(logits, query.sampled_T, VOCABULARY)
-    scalar(log_q_TB, sampled_T, entropy_T if differentiates_entropy else entropy_T.detach()).backward()
+    stats = dense_log_stats(logits, query)
+    entropy_T = stats.entropy_T if differentiates_entropy else stats.entropy_T.detach()
+    scalar(stats.log_mass_TB, stats.sampled_logp_T, entropy_T).backward()
     assert logits.grad is not None
-    return log_q_TB.detach(), sampled_T.detach(), entropy_T.detach(), logits.grad
+    return as_results(stats, logits.grad)
 
 
 def check(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:

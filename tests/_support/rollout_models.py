@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from recipe_gkd.commands.gpu_smoke.reference import response_logps, sampled_logps
+from recipe_gkd.commands.gpu_smoke.tiny_engine import FixedWeights
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_prompts
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
@@ -69,49 +72,38 @@ def config_for(folder: Path, *overrides: str) -> Config:
 
 def prompts(n: int, first_uid: int = 0) -> list[Prompt]:
     """Return ``n`` random prompts of 4 to 23 tokens; a prompt depends on its uid only."""
-    return [
-        Prompt(
-            uid=uid,
-            ids=np.random.default_rng(uid).integers(2, VOCABULARY, 4 + uid % 20).astype(np.int32),
-            row=uid,
-        )
-        for uid in range(first_uid, first_uid + n)
-    ]
+    return make_prompts(n, first_uid, VOCABULARY)
 
 
 def reference_logps(model: Any, prompt: Prompt, response: Response) -> np.ndarray:
     """Return the log-probabilities of transformers at each response position, float32 [T, V]."""
-    ids = torch.from_numpy(np.concatenate([prompt.ids, response.ids])).long()
-    with torch.no_grad():
-        return model(ids[None]).logits[0].log_softmax(-1)[len(prompt.ids) - 1 : -1].numpy()
+    return response_logps(model, np.concatenate([prompt.ids, response.ids]), len(prompt.ids))
 
 
 def reference_logprobs(model: Any, prompt: Prompt, response: Response) -> np.ndarray:
     """Return the log-probabilities of transformers of a response's tokens, float32 [T]."""
-    return reference_logps(model, prompt, response)[np.arange(len(response.ids)), response.ids]
+    return sampled_logps(model, np.concatenate([prompt.ids, response.ids]), len(prompt.ids))
 
 
-class TinyActor:
+class TinyActor(FixedWeights):
     """The methods of an actor worker that a weight sync needs. ``break_next_export`` makes an export fail."""
 
     def __init__(self, timeout_s: float) -> None:
+        super().__init__()
         self._weights = WeightSenderApi(self, rank=0, device=torch.device("cpu"), timeout_s=timeout_s)
         self._break_after, self._stall_s = -1, 0.0
 
     def set_weights(self, seed: int, tied: bool) -> None:
         """Replace the weights, like a training step."""
-        state = make_padded_model(seed, tied=tied).state_dict()
-        self._state = {name: tensor for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
+        self.set(make_padded_model(seed, tied=tied).state_dict(), is_tied=tied)
         self._model = make_model(seed, tied=tied)
 
     def log_probs(self, continuations: list[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Return the log-probability of each token of each continuation, by transformers."""
-        found = []
-        for context, continuation in continuations:
-            with torch.no_grad():
-                logits = self._model(torch.tensor([[*context, *continuation]])).logits[0, len(context) - 1 : -1]
-            found.append(logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])[:, 0].tolist())
-        return found
+        return [
+            sampled_logps(self._model, [*context, *continuation], len(context)).tolist()
+            for context, continuation in continuations
+        ]
 
     def break_next_export(self, after: int, stall_s: float) -> None:
         """Make the next export stall after ``after`` tensors, or raise there if ``stall_s`` is 0."""
@@ -120,12 +112,9 @@ class TinyActor:
     def rename_weight(self, old: str, new: str) -> None:
         self._state = {new if name == old else name: tensor for name, tensor in self._state.items()}
 
-    def weights_meta(self) -> list[TensorMeta]:
-        return [(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in self._state.items()]
-
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         after, self._break_after = self._break_after, -1
-        for i, item in enumerate(self._state.items()):
+        for i, item in enumerate(super().export_weights()):
             if i == after:
                 if not self._stall_s:
                     raise RuntimeError("the export failed")

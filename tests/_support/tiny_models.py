@@ -6,8 +6,8 @@ Megatron and transformers are imported by the functions that use them, because u
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from recipe_gkd.actor.megatron.model_dims import LLAMA3_ROPE
 from recipe_gkd.actor.objective.loss_terms import GlobalDenominators
+from recipe_gkd.commands.gpu_smoke.tiny_actor import actor_config, running_actor
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample, random_top_k
 from recipe_gkd.config import Config
-from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+from recipe_gkd.data.samples import Sample
 from recipe_gkd.data.sharding import shard_batch
-from tests._support.base_config import base_config
 
 DEVICE = os.environ.get("GKD_TEST_DEVICE", "cpu")
 """Device of the actors of :func:`make_config`; ``cuda`` with a simulated GPU, see ``tests/gpu_paths``."""
@@ -95,67 +96,30 @@ def make_samples(count: int, *, seed: int = 0, sharpness: float = 1.5) -> list[S
     for uid in range(count):
         prompt = rng.integers(0, VOCAB, rng.integers(1, 10)).astype(np.int32)
         response = rng.integers(0, VOCAB, rng.integers(0, 21)).astype(np.int32)
-        scores = rng.normal(size=(len(response), VOCAB)) * sharpness
-        logps = scores - np.log(np.exp(scores).sum(1, keepdims=True))
-        ids = np.argsort(-logps, axis=1)[:, :TOP_K].astype(np.int32)
-        top = np.take_along_axis(logps, ids, 1).astype(np.float32)
-        samples.append(make_sample(uid, prompt, response, top, ids))
+        samples.append(make_sample(uid, prompt, response, *random_top_k(rng, len(response), VOCAB, TOP_K, sharpness)))
     return samples
-
-
-def make_sample(uid: int, prompt: Any, response: Any, logps_TK: Any, ids_TK: Any) -> Sample:
-    """Return a sample with the given token ids and teacher top-k; all sampling log-probabilities are 0."""
-    zeros = np.zeros(len(response), np.float32)
-    return Sample(
-        prompt=Prompt(uid=uid, ids=np.asarray(prompt, np.int32), row=uid),
-        response=Response(
-            uid=uid,
-            ids=np.asarray(response, np.int32),
-            logprobs=zeros,
-            finish_reason="stop",
-            weights_version=0,
-            versions_T=np.zeros(len(response), np.int32),
-        ),
-        teacher=TeacherTopK(
-            logps_TK=np.asarray(logps_TK, np.float32), ids_TK=np.asarray(ids_TK, np.int32), sampled_logps_T=zeros
-        ),
-    )
 
 
 def make_config(folder: Path, *overrides: str, ranks: int = 1) -> Config:
     """Return the configuration of a float32 actor on ``DEVICE`` for the model in ``folder``."""
-    return base_config(
-        f"{MODEL}={folder}", f"trainer.device={DEVICE}",
-        f"trainer.n_gpus_per_node={ranks}", "actor_rollout_ref.nccl_timeout=60", f"{MEGATRON}.dtype=float32",
-        f"{ACTOR}.optim.lr=0.01", f"{ACTOR}.optim.betas=[0.9,0.95]", f"{ACTOR}.optim.weight_decay=0.05",
-        f"{ACTOR}.optim.clip_grad=0.5", f"{ACTOR}.max_token_len=64", f"{ACTOR}.timeout_s=60", *overrides,
+    return actor_config(
+        folder, DEVICE, f"trainer.n_gpus_per_node={ranks}", f"{MEGATRON}.dtype=float32",
+        f"{ACTOR}.optim.weight_decay=0.05", f"{ACTOR}.optim.clip_grad=0.5", *overrides,
     )  # fmt: skip
 
 
-@contextmanager
 def started(
     rank: int, world_size: int, port: int, config: Config, total_steps: int = 10, n_token_ids: int | None = None
-) -> Iterator[Any]:
-    """Set up an actor, and destroy its process groups at the end.
-
-    The actor has an additional attribute ``coordinates``, the result of its ``setup``.
-    """
-    from recipe_gkd.actor.ranks import RankSpec
-    from recipe_gkd.actor.student_actor import StudentActor
-
-    rank_spec = RankSpec(
+) -> AbstractContextManager[Any]:
+    """Set up an actor, and destroy its process groups at the end."""
+    return running_actor(
+        config,
         rank=rank,
         world_size=world_size,
-        local_rank=rank,
-        device=config.trainer.device,
         rendezvous=("127.0.0.1", port),
+        total_steps=total_steps,
+        n_token_ids=n_token_ids,
     )
-    actor: Any = StudentActor(config, rank_spec, total_steps=total_steps, n_token_ids=n_token_ids)
-    actor.coordinates = actor.setup()
-    try:
-        yield actor
-    finally:
-        actor.backend.shutdown()
 
 
 def update(actor: Any, samples: Sequence[Sample], step: int = 0) -> dict[str, float]:
@@ -165,12 +129,7 @@ def update(actor: Any, samples: Sequence[Sample], step: int = 0) -> dict[str, fl
 
 def shard_of(actor: Any, samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples of this data-parallel rank."""
-    return shard_batch(samples, actor.coordinates.dp_size)[actor.coordinates.dp_rank]
-
-
-def exported(actor: Any) -> dict[str, Tensor]:
-    """Return copies of all weights on the CPU by name on rank 0; an empty dict elsewhere."""
-    return {name: tensor.to("cpu", copy=True) for name, tensor in actor.export_weights()}
+    return shard_batch(samples, actor.layout.dp_size)[actor.layout.dp_rank]
 
 
 def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:

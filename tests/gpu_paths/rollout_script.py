@@ -15,9 +15,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from recipe_gkd.commands.gpu_smoke.outcome import Context
 from recipe_gkd.commands.gpu_smoke.peer_process import Peer, running_peer
-from recipe_gkd.commands.gpu_smoke.rollout_checks import _join, _running_engine, _serve_weights, _sync
+from recipe_gkd.commands.gpu_smoke.tiny_engine import (
+    collect,
+    engine_config,
+    join_sender,
+    running_engine,
+    serve_weights,
+    sync_weights,
+)
 from recipe_gkd.commands.gpu_smoke.tiny_models import make_prompts
 from recipe_gkd.data.samples import Prompt
 from recipe_gkd.rollout import engine_factory
@@ -73,16 +79,12 @@ def update_in_flight(
     accepted.result(_TIMEOUT_S)
     assert paused.wait(_TIMEOUT_S), f"the responses did not have {TOKENS_BEFORE_UPDATE} tokens within {_TIMEOUT_S:g} s"
     in_flight = engine.run(v2_runner.batches_in_flight).result(_TIMEOUT_S)
-    _sync(engine, updates, peer, request)
+    sync_weights(engine, updates, peer, request)
     engine.resume().result(_TIMEOUT_S)
-    responses: dict[int, dict[str, Any]] = {}
-    while len(responses) < len(params):
-        finished = delivered.get(timeout=_TIMEOUT_S)
-        if isinstance(finished, Exception):
-            raise finished
-        for each in finished:
-            arrays = {"ids": each.ids, "logprobs": each.logprobs, "versions_T": each.versions_T}
-            responses[each.uid] = {name: array.tolist() for name, array in arrays.items()}
+    responses = {
+        uid: {name: getattr(response, name).tolist() for name in ("ids", "logprobs", "versions_T")}
+        for uid, response in collect(delivered, len(params), _TIMEOUT_S).items()
+    }
     log_probs = engine.log_probs(prompts()[0].ids.tolist()).result(_TIMEOUT_S)
     return {"batches in flight": in_flight, "responses": responses, "log_probs": log_probs}
 
@@ -114,16 +116,15 @@ def pause_in_flight(engine: RolloutEngine) -> threading.Event:
 def main(result: str, old: str, new: str, n_ranks: str, async_scheduling: str, *kinds: str) -> None:
     v2_runner.keep_async_scheduling()
     use_steps_of_a_gpu()
-    context = Context(device="cpu", n_gpus=0, folder=Path(result).parent, deadline_s=_TIMEOUT_S)
     folders = Path(old), Path(new)
     keys = f"max_num_batched_tokens={STEP_TOKENS}", f"async_scheduling={async_scheduling}"
-    overrides = [f"actor_rollout_ref.rollout.{key}" for key in keys]
+    config = engine_config(folders[0], "cpu", int(n_ranks), *(f"actor_rollout_ref.rollout.{key}" for key in keys))
     with (
-        _running_engine(context, folders[0], int(n_ranks), *overrides) as engine,
-        running_peer(_serve_weights, "cpu", 0, timeout_s=_TIMEOUT_S) as peer,
+        running_engine(config, timeout_s=_TIMEOUT_S) as (engine, _),
+        running_peer(serve_weights, "cpu", 0, timeout_s=_TIMEOUT_S) as peer,
     ):
         found = {"engine": engine.run(v2_runner.describe).result(_TIMEOUT_S)}
-        updates = _join(engine, peer, "ipc", int(n_ranks))
+        updates = join_sender(engine, peer, "ipc", int(n_ranks))
         for version, kind in enumerate(kinds, start=1):
             request = folders[version % 2], version, kind == "double-buffered"
             found[kind] = update_in_flight(engine, updates, peer, request)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from recipe_gkd.commands.gpu_smoke.reference import sampled_logps
 from recipe_gkd.commands.gpu_smoke.tiny_models import read_model, write_model
 from tests.gpu_paths import rollout_script
 from tests.gpu_paths.rollout_script import RESPONSE_TOKENS, STEP_TOKENS, prompts
@@ -35,10 +36,7 @@ class Reference:
 
     def log_probs(self, ids: list[int], version: int) -> np.ndarray:
         """Return the log-probability of each id after the first, [N - 1]."""
-        ids_N = torch.tensor(ids)
-        with torch.no_grad():
-            logps_NV = self._models[version % 2](ids_N[None]).logits[0].log_softmax(-1)
-        return logps_NV[:-1].gather(1, ids_N[1:, None])[:, 0].numpy()
+        return sampled_logps(self._models[version % 2], ids, prompt_len=1)
 
     def error(self, responses: dict[str, Any], shift: int = 0) -> float:
         """Return the largest error of log-probabilities, if versions are those of the tokens ``shift`` places later."""

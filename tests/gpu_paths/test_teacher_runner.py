@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from recipe_gkd.commands.gpu_smoke.reference import response_logits
 from recipe_gkd.commands.gpu_smoke.tiny_models import read_model, write_model
 from tests.gpu_paths import teacher_script
 from tests.gpu_paths.teacher_script import DISCARDED, LOGIT_ROWS, STEP_TOKENS, TEMPERATURES, TOP_K, sequences
@@ -23,12 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 def logits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray]]:
     """Folder of a model, and its logits [T, V] at the response positions of each sequence."""
     folder = write_model(tmp_path_factory.mktemp("model"), seed=3, with_tokenizer=True)
-    model, found = read_model(folder, torch.float64), []
-    for sequence in sequences():
-        with torch.no_grad():
-            logits_NV = model(torch.from_numpy(sequence.token_ids).long()[None]).logits[0]
-        found.append(logits_NV[sequence.prompt_len - 1 : -1].numpy())
-    return folder, found
+    model = read_model(folder, torch.float64)
+    with torch.no_grad():
+        return folder, [response_logits(model, each.token_ids, each.prompt_len).numpy() for each in sequences()]
 
 
 @pytest.fixture(scope="module", params=["auto", "off"])

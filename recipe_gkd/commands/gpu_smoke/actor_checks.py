@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context
 from recipe_gkd.commands.gpu_smoke.peer_process import running_peer
-from recipe_gkd.commands.gpu_smoke.reference import BETAS, LR, MAX_NORM, Update, reference_update
+from recipe_gkd.commands.gpu_smoke.reference import Update, reference_update
+from recipe_gkd.commands.gpu_smoke.tiny_actor import actor_config, exported, running_actor
 from recipe_gkd.commands.gpu_smoke.tiny_models import make_samples, write_model
-from recipe_gkd.config import Config, load_config
+from recipe_gkd.config import Config
 from recipe_gkd.config.keys import ACTOR
 from recipe_gkd.data.samples import Sample
-from recipe_gkd.weight_sync.store import join_store, open_store
+from recipe_gkd.weight_sync.store import open_store
 
 if TYPE_CHECKING:
     from recipe_gkd.actor.student_actor import StudentActor
@@ -29,46 +27,6 @@ _LENGTHS = (5, 17, 1, 30, 24, 9)
 # Accepted errors of the loss and the gradient norm (relative), and of the direction of the step (1 - cosine). The first
 # step of Adam is nearly the sign of the gradient, which rounding changes where the gradient is close to 0.
 _LIMITS = {"float32": (1e-4, 1e-3, 0.02), "bfloat16": (0.02, 0.05, 0.15)}
-
-
-def actor_config(folder: Path, device: str, *overrides: str) -> Config:
-    """Return the configuration of a one-rank actor for the model in ``folder``."""
-    keys = [
-        "data.train_files=unused", f"actor_rollout_ref.model.path={folder}", f"trainer.device={device}",
-        "actor_rollout_ref.nccl_timeout=60", f"{ACTOR}.timeout_s=60", f"{ACTOR}.max_token_len=64",
-        f"{ACTOR}.optim.lr={LR}", f"{ACTOR}.optim.betas=[{BETAS[0]},{BETAS[1]}]",
-        f"{ACTOR}.optim.weight_decay=0", f"{ACTOR}.optim.clip_grad={MAX_NORM}",
-    ]  # fmt: skip
-    return load_config("on_policy_distill_trainer", [*keys, *overrides])
-
-
-@contextmanager
-def running_actor(
-    config: Config, *, rank: int = 0, world_size: int = 1, store: Store | None = None
-) -> Iterator[StudentActor]:
-    """Set up an actor in this process, and destroy its process groups at the end.
-
-    Args:
-        rank: Rank of this process, and its GPU.
-        world_size: Number of ranks.
-        store: Store that all ranks use. None opens one.
-    """
-    from recipe_gkd.actor.ranks import RankSpec
-    from recipe_gkd.actor.student_actor import StudentActor
-
-    store = store or open_store("127.0.0.1", config.actor_rollout_ref.nccl_timeout)
-    spec = RankSpec(rank=rank, world_size=world_size, local_rank=rank, device=config.trainer.device, rendezvous=store)
-    actor = StudentActor(config, spec, total_steps=10)
-    actor.setup()
-    try:
-        yield actor
-    finally:
-        actor.backend.shutdown()
-
-
-def exported(actor: StudentActor) -> dict[str, Tensor]:
-    """Return float64 copies of all weights on the CPU, by name."""
-    return {name: tensor.double().cpu() for name, tensor in actor.export_weights()}
 
 
 def check_actor(context: Context) -> str:
@@ -154,7 +112,7 @@ def check_actor_tp2(context: Context) -> str:
     )  # fmt: skip
     store = open_store("127.0.0.1", config.actor_rollout_ref.nccl_timeout)
     with running_peer(_second_rank, config, store.port, timeout_s=context.deadline_s) as peer:
-        with running_actor(config, rank=0, world_size=2, store=store) as actor:
+        with running_actor(config, rank=0, world_size=2, rendezvous=store) as actor:
             found = _update(actor, samples)
         metrics = peer.receive()
     if metrics != found.loss:
@@ -166,8 +124,7 @@ def check_actor_tp2(context: Context) -> str:
 
 def _second_rank(connection: Connection, config: Config, port: int) -> None:
     """Process of rank 1: send its loss."""
-    store = join_store("127.0.0.1", port, config.actor_rollout_ref.nccl_timeout)
-    with running_actor(config, rank=1, world_size=2, store=store) as actor:
+    with running_actor(config, rank=1, world_size=2, rendezvous=("127.0.0.1", port)) as actor:
         connection.send(_update(actor, make_samples(_LENGTHS)).loss)
 
 
@@ -175,9 +132,7 @@ def _update(actor: StudentActor, samples: Sequence[Sample]) -> Update:
     """Run the first update."""
     before = exported(actor)
     metrics = actor.update(samples, 0)
-    after = exported(actor)
-    step = {name: after[name] - before[name] for name in before}
-    return Update(metrics["actor/kl_loss"], metrics["actor/grad_norm"], step)
+    return Update(metrics["actor/kl_loss"], metrics["actor/grad_norm"], _difference(exported(actor), before))
 
 
 def _compare(context: Context, name: str, found: Update, expected: Update, dtype: str) -> None:
@@ -225,13 +180,18 @@ def check_checkpoint(context: Context) -> str:
     return f"weights and next update after a checkpoint of {n_bytes / 1e6:.1f} MB; weights of the Hugging Face folder"
 
 
+def _difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the difference of two sets of weights with the same names, in float64."""
+    return {name: found[name].double() - expected[name].double() for name in expected}
+
+
 def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest difference of two sets of weights; infinity if their names differ."""
     if found.keys() != expected.keys():
         return math.inf
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    return max(float(difference.abs().max()) for difference in _difference(found, expected).values())
 
 
 def _mean_distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the mean difference of two sets of weights with the same names."""
-    return float(torch.cat([(found[name] - expected[name]).abs().flatten() for name in expected]).mean())
+    return float(torch.cat([each.abs().flatten() for each in _difference(found, expected).values()]).mean())

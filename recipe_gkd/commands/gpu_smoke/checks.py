@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
@@ -16,15 +17,15 @@ MACHINE = "machine"
 _MODULES = f"{__package__}."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """Function of a check, with what it needs and its deadlines.
 
     Attributes:
         name: Name for ``--only``.
-        title: Property that the check shows, for ``--list``.
         function: Module of this package, and function in it, as ``module:function``. It takes a :class:`Context`, and
             returns one line about what was compared.
+        title: Property that the check shows, for ``--list``.
         gpus: Number of GPUs that it needs on CUDA.
         packages: Packages that it needs: ``vllm``, ``ray``.
         deadline_s: Deadline on CUDA. Kernels may be compiled at first use.
@@ -32,8 +33,8 @@ class Check:
     """
 
     name: str
-    title: str
     function: str
+    title: str
     gpus: int = 1
     packages: tuple[str, ...] = ()
     deadline_s: float = 300.0
@@ -81,130 +82,48 @@ class Check:
         return None
 
 
+_transport = partial(Check, cpu_deadline_s=60.0)
+_rollout = partial(Check, packages=("vllm",), deadline_s=600.0, cpu_deadline_s=240.0, environment="rollout")
+_training = partial(Check, packages=("vllm", "ray"), deadline_s=1200.0, cpu_deadline_s=300.0, environment="plain")
+
 CHECKS = (
-    Check(
-        name=MACHINE,
-        title="driver, compiler, headers, shared memory, disk space; a matrix product on each GPU",
-        function="machine:check_machine",
-        gpus=0,
-        environment="plain",
-    ),
-    Check(
-        name="kernels",
-        title="loss kernels (PyTorch, and Triton on a GPU) against float64: sums and gradients",
-        function="loss_checks:check_kernels",
-    ),
-    Check(
-        name="output_layer",
-        title="float32 output layer and fused output layer against float64",
-        function="loss_checks:check_output_layer",
-    ),
-    Check(
-        name="actor",
-        title="an update of the actor in bfloat16, without and with the fused output layer, against float64",
-        function="actor_checks:check_actor",
-    ),
-    Check(
-        name="actor_float32",
-        title="the same in float32, without Transformer Engine",
-        function="actor_checks:check_actor_float32",
-    ),
-    Check(
-        name="actor_fsdp",
-        title="the same in bfloat16 with the FSDP backend",
-        function="actor_checks:check_actor_fsdp",
-        environment="fsdp",
-    ),
-    Check(
-        name="actor_lora",
-        title="loss of a new adapter (LoRA), and merged weights after an update",
-        function="actor_checks:check_actor_lora",
-        environment="fsdp",
-    ),
-    Check(
-        name="actor_offload",
-        title="updates of an actor whose states are in host memory between them",
-        function="actor_checks:check_actor_offload",
-    ),
-    Check(
-        name="actor_tp2",
-        title="the same update in bfloat16 with two tensor-parallel ranks and sequence parallelism",
-        function="actor_checks:check_actor_tp2",
-        gpus=2,
-    ),
-    Check(
-        name="checkpoint",
-        title="weights, optimizer and next update after a checkpoint, in a new actor",
-        function="actor_checks:check_checkpoint",
-    ),
-    Check(
-        name="transport_ipc",
-        title="weights through shared memory (CUDA IPC on one GPU): two processes",
-        function="transport_checks:check_ipc",
-        cpu_deadline_s=60.0,
-    ),
-    Check(
-        name="transport_collective",
-        title="weights through NCCL (gloo on a CPU): two processes",
-        function="transport_checks:check_collective",
-        gpus=2,
-        cpu_deadline_s=60.0,
-    ),
-    Check(
-        name="rollout",
-        title="a rollout engine after weight syncs, double-buffered and in place, equals freshly loaded ones",
-        function="rollout_checks:check_rollout",
-        packages=("vllm",),
-        deadline_s=600.0,
-        cpu_deadline_s=240.0,
-        environment="rollout",
-    ),
-    Check(
-        name="rollout_sleep",
-        title="a rollout engine after both sleep levels",
-        function="rollout_checks:check_rollout_sleep",
-        packages=("vllm",),
-        deadline_s=600.0,
-        cpu_deadline_s=240.0,
-        environment="rollout",
-    ),
-    Check(
-        name="rollout_tp2",
-        title="the checks of `rollout` with two tensor-parallel ranks",
-        function="rollout_checks:check_rollout_tp2",
-        gpus=2,
-        packages=("vllm",),
-        deadline_s=600.0,
-        cpu_deadline_s=300.0,
-        environment="rollout",
-    ),
-    Check(
-        name="teacher",
-        title="log-probabilities of a teacher service against transformers, and after a sleep",
-        function="teacher_checks:check_teacher",
-        packages=("vllm",),
-        deadline_s=600.0,
-        cpu_deadline_s=180.0,
-        environment="plain",
-    ),
-    Check(
-        name="training",
-        title="the training command for a few steps, with a teacher service and a checkpoint",
-        function="training_check:check_training",
-        gpus=2,
-        packages=("vllm", "ray"),
-        deadline_s=1200.0,
-        cpu_deadline_s=300.0,
-        environment="plain",
-    ),
-    Check(
-        name="training_hybrid",
-        title="the same on one device, which actor, rollout engine and teacher use in turn",
-        function="training_check:check_training_hybrid",
-        packages=("vllm", "ray"),
-        deadline_s=1200.0,
-        cpu_deadline_s=300.0,
-        environment="plain",
-    ),
-)
+    Check(MACHINE, "machine:check_machine",
+          "driver, compiler, headers, shared memory, disk space; a matrix product on each GPU",
+          gpus=0, environment="plain"),
+    Check("kernels", "loss_checks:check_kernels",
+          "loss kernels (PyTorch, and Triton on a GPU) against float64: sums and gradients"),
+    Check("output_layer", "loss_checks:check_output_layer",
+          "float32 output layer and fused output layer against float64"),
+    Check("actor", "actor_checks:check_actor",
+          "an update of the actor in bfloat16, without and with the fused output layer, against float64"),
+    Check("actor_float32", "actor_checks:check_actor_float32",
+          "the same in float32, without Transformer Engine"),
+    Check("actor_fsdp", "actor_checks:check_actor_fsdp",
+          "the same in bfloat16 with the FSDP backend", environment="fsdp"),
+    Check("actor_lora", "actor_checks:check_actor_lora",
+          "loss of a new adapter (LoRA), and merged weights after an update", environment="fsdp"),
+    Check("actor_offload", "actor_checks:check_actor_offload",
+          "updates of an actor whose states are in host memory between them"),
+    Check("actor_tp2", "actor_checks:check_actor_tp2",
+          "the same update in bfloat16 with two tensor-parallel ranks and sequence parallelism", gpus=2),
+    Check("checkpoint", "actor_checks:check_checkpoint",
+          "weights, optimizer and next update after a checkpoint, in a new actor"),
+    _transport("transport_ipc", "transport_checks:check_ipc",
+               "weights through shared memory (CUDA IPC on one GPU): two processes"),
+    _transport("transport_collective", "transport_checks:check_collective",
+               "weights through NCCL (gloo on a CPU): two processes", gpus=2),
+    _rollout("rollout", "rollout_checks:check_rollout",
+             "a rollout engine after weight syncs, double-buffered and in place, equals freshly loaded ones"),
+    _rollout("rollout_sleep", "rollout_checks:check_rollout_sleep",
+             "a rollout engine after both sleep levels"),
+    _rollout("rollout_tp2", "rollout_checks:check_rollout_tp2",
+             "the checks of `rollout` with two tensor-parallel ranks", gpus=2, cpu_deadline_s=300.0),
+    Check("teacher", "teacher_checks:check_teacher",
+          "log-probabilities of a teacher service against transformers, and after a sleep",
+          packages=("vllm",), deadline_s=600.0, cpu_deadline_s=180.0, environment="plain"),
+    _training("training", "training_check:check_training",
+              "the training command for a few steps, with a teacher service and a checkpoint", gpus=2),
+    _training("training_hybrid", "training_check:check_training_hybrid",
+              "the same on one device, which actor, rollout engine and teacher use in turn"),
+)  # fmt: skip
 BY_NAME = {check.name: check for check in CHECKS}

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed
 
 _JOIN_TIMEOUT_S = 10.0
@@ -62,3 +64,11 @@ def running_peer(main: Callable[..., None], *arguments: object, timeout_s: float
     finally:
         process.kill()
         process.join()
+
+
+def select_device(device_type: str, index: int) -> torch.device:
+    """Return a device, and make a GPU the default one of this process."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

@@ -33,10 +33,8 @@ def run_check(
     deadline_s = deadline_s or check.deadline(device)
     files, log, result = folder / check.name, folder / f"{check.name}.log", folder / f"{check.name}.json"
     files.mkdir()
-    command = [
-        *(sys.executable, "-m", _CHILD, check.name, "--device", device, "--n-gpus", str(n_gpus)),
-        *("--folder", str(files), "--deadline-s", str(deadline_s), "--result", str(result)),
-    ]
+    context = {"device": device, "n_gpus": n_gpus, "folder": str(files), "deadline_s": deadline_s}
+    command = [sys.executable, "-m", _CHILD, check.name, json.dumps(context), str(result)]
     started = time.monotonic()
     status = run_with_deadline(command, variables=check.variables(device), log=log, deadline_s=deadline_s)
     seconds = time.monotonic() - started

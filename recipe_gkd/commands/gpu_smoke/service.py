@@ -12,20 +12,23 @@ from pathlib import Path
 
 import teacher
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed
+from recipe_gkd.commands.gpu_smoke.tiny_models import engine_dtype
 
+TOP_K = 16
 _SCRIPTS = Path(teacher.__file__).parent
 _STOP_TIMEOUT_S = 60.0
 
 
 @contextmanager
-def running_service(model: Path, run_dir: Path, *, timeout_s: float, **settings: object) -> Iterator[int]:
-    """Start a service, yield its port, and stop it.
+def running_service(model: Path, run_dir: Path, *, device: str, timeout_s: float, **settings: object) -> Iterator[int]:
+    """Start a service of a tiny model, yield its port, and stop it.
 
     Args:
         model: Hugging Face folder.
         run_dir: Folder for pids and logs.
+        device: ``"cuda"`` or ``"cpu"``.
         timeout_s: Deadline of the start.
-        **settings: Environment variables of ``teacher/start_server.sh``.
+        **settings: Further environment variables of ``teacher/start_server.sh``.
 
     Raises:
         CheckFailed: The service did not start.
@@ -33,7 +36,8 @@ def running_service(model: Path, run_dir: Path, *, timeout_s: float, **settings:
     port, backend_port = _free_port(), _free_port()
     variables = {
         "CKPT_PATH": model, "RUN_DIR": run_dir, "PROXY_FRONTEND_PORT": port, "PROXY_BACKEND_PORT": backend_port,
-        "HTTP_PORT": -1, "START_TIMEOUT_S": int(timeout_s), **settings,
+        "HTTP_PORT": -1, "START_TIMEOUT_S": int(timeout_s), "DTYPE": engine_dtype(device), "N_LOGPROBS": TOP_K,
+        "KV_CACHE_MIB": 64, "GPU_MEMORY_UTILIZATION": 0.2, **settings,
     }  # fmt: skip
     try:
         started = _run("start_server.sh", timeout_s + _STOP_TIMEOUT_S, **variables)

@@ -6,20 +6,15 @@ import numpy as np
 import torch
 
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context
-from recipe_gkd.commands.gpu_smoke.service import running_service
-from recipe_gkd.commands.gpu_smoke.tiny_models import read_model, write_model
+from recipe_gkd.commands.gpu_smoke.reference import response_logps
+from recipe_gkd.commands.gpu_smoke.service import TOP_K, running_service
+from recipe_gkd.commands.gpu_smoke.tiny_models import engine_dtype, read_model, write_model
 from teacher import ScoredSequence, TeacherClient, TeacherSequence
 
-TOP_K = 16
 # Largest accepted mean and maximum difference of log-probabilities. An engine in bfloat16 rounds its layers' outputs.
 _LIMITS = {"float32": (1e-5, 1e-4), "bfloat16": (0.05, 1.0)}
 _LENGTHS = (2, 3, 17, 40, 63, 64)
 _PROMPT_TOKENS = 1
-
-
-def dtype_of(context: Context) -> str:
-    """Return the data type of the teacher: as of real teachers on a GPU, an exact one on a CPU."""
-    return "bfloat16" if context.device == "cuda" else "float32"
 
 
 def check_teacher(context: Context) -> str:
@@ -31,11 +26,9 @@ def check_teacher(context: Context) -> str:
         TeacherSequence(rng.integers(0, model.config.vocab_size, length, dtype=np.int32), _PROMPT_TOKENS)
         for length in _LENGTHS
     ]
-    settings = {"DTYPE": dtype_of(context), "N_LOGPROBS": TOP_K, "KV_CACHE_MIB": 64, "GPU_MEMORY_UTILIZATION": 0.2}
-    settings["SLEEP_MODE"] = 1
-    start_timeout_s = 0.8 * context.deadline_s
+    run_dir, timeout_s = context.folder / "service", 0.8 * context.deadline_s
     with (
-        running_service(folder, context.folder / "service", timeout_s=start_timeout_s, **settings) as port,
+        running_service(folder, run_dir, device=context.device, timeout_s=timeout_s, SLEEP_MODE=1) as port,
         TeacherClient(server_port=port, timeout_s=60) as client,
     ):
         context.figures["engine"] = client.hello().engine
@@ -44,7 +37,7 @@ def check_teacher(context: Context) -> str:
         client.wake(timeout_s=60)
         after_sleep = client.submit(sequences).result(timeout=60)
     errors = np.concatenate([_errors(model, *pair) for pair in zip(sequences, scored, strict=True)])
-    mean_limit, limit = _LIMITS[dtype_of(context)]
+    mean_limit, limit = _LIMITS[engine_dtype(context.device)]
     context.compare("log-probabilities (mean)", float(errors.mean()), mean_limit)
     context.compare("log-probabilities (maximum)", float(errors.max()), limit)
     changes = [
@@ -56,15 +49,19 @@ def check_teacher(context: Context) -> str:
 
 
 def _errors(model: torch.nn.Module, sequence: TeacherSequence, scored: ScoredSequence) -> np.ndarray:
-    """Return the errors of all log-probabilities of a sequence, flat."""
-    with torch.no_grad():
-        logits_NV = model(torch.from_numpy(sequence.token_ids).long()[None]).logits[0]
-    logps_TV = logits_NV[sequence.prompt_len - 1 : -1].log_softmax(-1).numpy()
+    logps_TV = response_logps(model, sequence.token_ids, sequence.prompt_len)
     if scored.topk_ids_TK.shape != (len(logps_TV), TOP_K):
         raise CheckFailed(f"the service returned ids {scored.topk_ids_TK.shape}, expected {len(logps_TV), TOP_K}")
-    tokens_T1 = sequence.token_ids[sequence.prompt_len :, None]
-    # By id, and by rank: the largest log-probabilities must equal the service's, whichever ids tie.
+    return score_errors(logps_TV, sequence, scored)
+
+
+def score_errors(logps_TV: np.ndarray, sequence: TeacherSequence, scored: ScoredSequence) -> np.ndarray:
+    """Return the errors of all log-probabilities of a sequence, flat.
+
+    The top-k is compared by id, and by rank: the largest log-probabilities must be equal, whichever ids tie.
+    """
+    k, tokens_T1 = scored.topk_ids_TK.shape[1], sequence.token_ids[sequence.prompt_len :, None]
     by_id = scored.topk_logps_TK - np.take_along_axis(logps_TV, scored.topk_ids_TK.astype(np.int64), 1)
-    by_rank = scored.topk_logps_TK + np.sort(-logps_TV, axis=1)[:, :TOP_K]
+    by_rank = scored.topk_logps_TK + np.sort(-logps_TV, axis=1)[:, :k]
     sampled = scored.sampled_logps_T - np.take_along_axis(logps_TV, tokens_T1, 1)[:, 0]
     return np.abs(np.concatenate([by_id.ravel(), by_rank.ravel(), sampled]))

@@ -12,6 +12,7 @@ from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import ArrayLike
     from transformers import Qwen2ForCausalLM
 
 VOCABULARY = 512
@@ -66,6 +67,11 @@ def write_model(folder: Path, *, seed: int, with_tokenizer: bool = False) -> Pat
     return folder
 
 
+def engine_dtype(device: str) -> str:
+    """Return the data type of engines and teachers: bfloat16 on a GPU, as in real runs, and an exact one on a CPU."""
+    return "bfloat16" if device == "cuda" else "float32"
+
+
 def read_model(folder: Path, dtype: torch.dtype) -> Qwen2ForCausalLM:
     """Return a model of :func:`write_model` on the CPU, for a reference."""
     from transformers import Qwen2ForCausalLM
@@ -73,10 +79,10 @@ def read_model(folder: Path, dtype: torch.dtype) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def make_prompts(count: int, first_uid: int = 0) -> list[Prompt]:
-    """Return random prompts of 4 to 23 tokens. A prompt depends on its uid only."""
+def make_prompts(count: int, first_uid: int = 0, vocabulary: int = VOCABULARY) -> list[Prompt]:
+    """Return random prompts of 4 to 23 tokens. A prompt depends on its uid and the vocabulary only."""
     return [
-        Prompt(uid=uid, ids=np.random.default_rng(uid).integers(2, VOCABULARY, 4 + uid % 20).astype(np.int32), row=uid)
+        Prompt(uid=uid, ids=np.random.default_rng(uid).integers(2, vocabulary, 4 + uid % 20).astype(np.int32), row=uid)
         for uid in range(first_uid, first_uid + count)
     ]
 
@@ -86,29 +92,48 @@ def make_samples(lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
     rng = np.random.default_rng(seed)
     samples = []
     for prompt, length in zip(make_prompts(len(lengths)), lengths, strict=True):
-        scores_TV = 1.5 * rng.normal(size=(length, VOCABULARY))
-        logps_TV = scores_TV - np.log(np.exp(scores_TV).sum(1, keepdims=True))
-        ids_TK = np.argsort(-logps_TV, axis=1)[:, :TOP_K]
-        ids_T = rng.integers(0, VOCABULARY, length)
-        samples.append(make_sample(prompt, ids_T, np.take_along_axis(logps_TV, ids_TK, 1), ids_TK))
+        top_k = random_top_k(rng, length, VOCABULARY, TOP_K)
+        samples.append(make_sample(prompt.uid, prompt.ids, rng.integers(0, VOCABULARY, length), *top_k))
     return samples
 
 
-def make_sample(prompt: Prompt, ids_T: np.ndarray, logps_TK: np.ndarray, ids_TK: np.ndarray) -> Sample:
+def random_top_k(
+    rng: np.random.Generator, length: int, vocabulary: int, k: int, sharpness: float = 1.5
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return log-probabilities and ids of the ``k`` likeliest tokens of random distributions, [T, K] each.
+
+    Args:
+        length: Number of distributions.
+        sharpness: Standard deviation of the logits.
+    """
+    scores_TV = sharpness * rng.normal(size=(length, vocabulary))
+    logps_TV = scores_TV - np.log(np.exp(scores_TV).sum(1, keepdims=True))
+    ids_TK = np.argsort(-logps_TV, axis=1)[:, :k]
+    return np.take_along_axis(logps_TV, ids_TK, 1), ids_TK
+
+
+def make_sample(uid: int, prompt: ArrayLike, response: ArrayLike, logps_TK: ArrayLike, ids_TK: ArrayLike) -> Sample:
     """Return a sample of version 0 whose sampled log-probabilities are 0.
 
     Args:
+        prompt: Token ids of the prompt.
+        response: Token ids of the response.
         logps_TK: Log-probabilities of the teacher's top-k.
         ids_TK: Token ids of the teacher's top-k.
     """
+    ids_T = np.asarray(response, np.int32)
     zeros_T = np.zeros(len(ids_T), np.float32)
-    response = Response(
-        uid=prompt.uid,
-        ids=ids_T.astype(np.int32),
-        logprobs=zeros_T,
-        finish_reason="stop",
-        weights_version=0,
-        versions_T=np.zeros(len(ids_T), np.int32),
+    return Sample(
+        prompt=Prompt(uid=uid, ids=np.asarray(prompt, np.int32), row=uid),
+        response=Response(
+            uid=uid,
+            ids=ids_T,
+            logprobs=zeros_T,
+            finish_reason="stop",
+            weights_version=0,
+            versions_T=np.zeros(len(ids_T), np.int32),
+        ),
+        teacher=TeacherTopK(
+            logps_TK=np.asarray(logps_TK, np.float32), ids_TK=np.asarray(ids_TK, np.int32), sampled_logps_T=zeros_T
+        ),
     )
-    teacher = TeacherTopK(logps_TK=logps_TK.astype(np.float32), ids_TK=ids_TK.astype(np.int32), sampled_logps_T=zeros_T)
-    return Sample(prompt=prompt, response=response, teacher=teacher)

@@ -12,8 +12,7 @@ from recipe_gkd.addition.task import make_splits, write_parquet
 from recipe_gkd.commands.gpu_smoke.isolation import last_lines
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context
 from recipe_gkd.commands.gpu_smoke.service import running_service
-from recipe_gkd.commands.gpu_smoke.teacher_checks import TOP_K, dtype_of
-from recipe_gkd.commands.gpu_smoke.tiny_models import write_model
+from recipe_gkd.commands.gpu_smoke.tiny_models import engine_dtype, write_model
 
 _STEPS = 3
 _TURNS = ("timing/engine_sleep", "timing/engine_wake", "timing/teacher_sleep", "timing/teacher_wake")
@@ -42,12 +41,9 @@ def _check_training(context: Context, *more: str) -> str:
     model = write_model(context.folder / "teacher", seed=2, with_tokenizer=True)
     data = context.folder / "train.parquet"
     write_parquet(make_splits(0, n_train=_STEPS * _BATCH_SIZE, n_held_out=8, n_dev=8).train, data)
-    settings = {"DTYPE": dtype_of(context), "N_LOGPROBS": TOP_K, "KV_CACHE_MIB": 64, "GPU_MEMORY_UTILIZATION": 0.2}
-    if more:
-        settings["SLEEP_MODE"] = 1
-    run = context.folder / "run"
-    timeout_s = 0.4 * context.deadline_s
-    with running_service(model, context.folder / "service", timeout_s=timeout_s, **settings) as port:
+    run, service = context.folder / "run", context.folder / "service"
+    timeout_s, sleep_mode = 0.4 * context.deadline_s, int(bool(more))
+    with running_service(model, service, device=context.device, timeout_s=timeout_s, SLEEP_MODE=sleep_mode) as port:
         _train(context, [*overrides(context, student, data, run, port), *more])
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     if more:
@@ -63,7 +59,7 @@ def overrides(context: Context, student: Path, data: Path, run: Path, port: int)
         data: File of the prompts.
         run: Run folder.
     """
-    rollout, actor, dtype = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", dtype_of(context)
+    rollout, actor, dtype = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", engine_dtype(context.device)
     return [
         f"data.train_files={data}", "data.max_prompt_length=16", "data.max_response_length=24",
         f"data.train_batch_size={_BATCH_SIZE}", f"actor_rollout_ref.model.path={student}",
@@ -100,7 +96,7 @@ def _check_turns(context: Context, lines: list[dict[str, float]]) -> None:
         context.figures[name] = [line.get(name, 0.0) for line in lines]
         if not all(context.figures[name]):
             raise CheckFailed(f"{name} is {context.figures[name]}, expected a positive number in each step")
-    limit = 0.25 if dtype_of(context) == "bfloat16" else 1e-3
+    limit = 0.25 if engine_dtype(context.device) == "bfloat16" else 1e-3
     context.compare("weights/wake_log_prob_diff", max(line["weights/wake_log_prob_diff"] for line in lines), limit)
 
 
@@ -112,7 +108,7 @@ def _check_run(context: Context, lines: list[dict[str, float]], run: Path) -> st
     if not all(math.isfinite(loss) and loss > 0 for loss in losses):
         raise CheckFailed(f"actor/kl_loss is {losses}, expected positive numbers")
     # Log-probabilities of the rollout engine against the actor's, of the same tokens.
-    limit = 0.05 if dtype_of(context) == "bfloat16" else 1e-3
+    limit = 0.05 if engine_dtype(context.device) == "bfloat16" else 1e-3
     context.compare(
         "actor/rollout_probs_diff_mean", max(line["actor/rollout_probs_diff_mean"] for line in lines), limit
     )

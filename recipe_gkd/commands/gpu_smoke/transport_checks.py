@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from recipe_gkd.commands.gpu_smoke.outcome import CheckFailed, Context
-from recipe_gkd.commands.gpu_smoke.peer_process import running_peer
+from recipe_gkd.commands.gpu_smoke.peer_process import running_peer, select_device
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from recipe_gkd.weight_sync.receiver import receive_weights
 from recipe_gkd.weight_sync.sender import send_weights
@@ -51,7 +51,7 @@ def _transfer(context: Context, transport: str, sender: int, receiver: int) -> f
         sender: GPU of this process.
         receiver: GPU of the other process.
     """
-    device, meta = _device(context.device, sender), _meta(context.device)
+    device, meta = select_device(context.device, sender), _meta(context.device)
     store = open_store("127.0.0.1", _TIMEOUT_S)
     with running_peer(_receive, transport, store.port, context.device, receiver, timeout_s=2 * _TIMEOUT_S) as peer:
         link = open_transport(transport, store, rank=0, labels=_LABELS, device=device, timeout_s=_TIMEOUT_S)
@@ -69,7 +69,7 @@ def _transfer(context: Context, transport: str, sender: int, receiver: int) -> f
 
 def _receive(connection: Connection, transport: str, port: int, device_type: str, index: int) -> None:
     """Receive all versions, and send the list of the wrong tensors, as ``NAME of vVERSION``."""
-    device, meta = _device(device_type, index), _meta(device_type)
+    device, meta = select_device(device_type, index), _meta(device_type)
     store = join_store("127.0.0.1", port, _TIMEOUT_S)
     link = open_transport(transport, store, rank=1, labels=_LABELS, device=device, timeout_s=_TIMEOUT_S)
     own = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape, _ in meta}
@@ -87,13 +87,6 @@ def _receive(connection: Connection, transport: str, port: int, device_type: str
             wrong += [f"{name} of v{version}" for name, tensor in expected if not torch.equal(own[name], tensor)]
     connection.send(wrong)
     link.close()
-
-
-def _device(device_type: str, index: int) -> torch.device:
-    if device_type == "cpu":
-        return torch.device("cpu")
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def _meta(device_type: str) -> list[TensorMeta]:

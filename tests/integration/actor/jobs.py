@@ -13,11 +13,12 @@ from torch import Tensor
 from recipe_gkd.actor.megatron.padding_rows import padding_rows
 from recipe_gkd.actor.megatron.parallel import destroy_parallel
 from recipe_gkd.actor.objective.kl_sums import KlSums
+from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import GkdError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from tests._support.tiny_models import exported, packed_logits, shard_of, started, update, without_empty
+from tests._support.tiny_models import packed_logits, shard_of, started, update, without_empty
 
 POISONED_TOKEN = 95
 """Token whose embedding a job sets to infinity."""

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.actor.objective.kl_sums import KlSums
+from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import GkdError
-from tests._support.tiny_models import exported, started, update
+from tests._support.tiny_models import started, update
 
 VOCAB = 40_000
 M_MMAP_THRESHOLD = -3

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.actor.offload import distinct_storages
+from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
 from recipe_gkd.config import Config
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import WorkerError
-from tests._support.tiny_models import exported, started, update
+from tests._support.tiny_models import started, update
 
 STATES: tuple[ActorState, ...] = ("params", "grads", "optimizer")
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.runtime.phase_memory import peak_bytes, reset_peak
 from tests._support.ports import free_port
-from tests._support.tiny_models import make_sample, started, update
+from tests._support.tiny_models import started, update
 from tests.integration.actor.memory_jobs import M_MMAP_THRESHOLD
 
 PROMPT_LENGTH = 2

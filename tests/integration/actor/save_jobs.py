@@ -28,10 +28,11 @@ from recipe_gkd.actor.checkpoint import hf_save
 from recipe_gkd.actor.megatron import checkpoint_save, patches
 from recipe_gkd.actor.megatron.checkpoint_state import sharded_state
 from recipe_gkd.actor.megatron.megatron_model import MegatronModel
+from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointError, GkdError
-from tests._support.tiny_models import exported, packed_logits, started, update, without_empty
+from tests._support.tiny_models import packed_logits, started, update, without_empty
 
 SHORT_COLLECTIVE_TIMEOUT_S = 3
 

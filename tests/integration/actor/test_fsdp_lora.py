@@ -13,12 +13,14 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from recipe_gkd.commands.gpu_smoke.reference import train_reference
+from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
-from tests._support.tiny_models import ACTOR, exported, make_config, make_samples, started, update
+from tests._support.tiny_models import ACTOR, make_config, make_samples, started, update
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import fsdp_save_jobs, jobs
-from tests.integration.actor.reference import assert_metrics, assert_weights, forward_kl, train_reference
+from tests.integration.actor.reference import assert_metrics, assert_weights
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -46,7 +48,7 @@ def peft_training(folder: Path, targets: str | tuple[str, ...]) -> tuple[list[di
     options = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, task_type="CAUSAL_LM")
     torch.manual_seed(make_config(folder).data.seed)
     model = peft.get_peft_model(base, options).double()
-    metrics = train_reference(model, BATCHES, forward_kl)
+    metrics = train_reference(model, BATCHES)
     return metrics, dict(model.merge_and_unload().state_dict())
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from recipe_gkd.commands.gpu_smoke.reference import response_logits
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.losses import Divergence
 from tests._support.layouts import CP2, PP2, SP, TP2
@@ -17,7 +18,7 @@ from tests._support.tiny_models import ACTOR, make_config, without_empty
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
 from tests.integration.actor.plain_objectives import divergence_of
-from tests.integration.actor.reference import assert_metrics, assert_weights, predicting, reference_training
+from tests.integration.actor.reference import assert_metrics, assert_weights, reference_training
 from tests.integration.actor.test_objectives import make_batch
 
 pytestmark = pytest.mark.timeout(150)
@@ -69,7 +70,7 @@ def expected(measured: list[Sample], folders: dict[str, Path]) -> dict[int, list
         found[sample.prompt.uid] = [0.0, 0.0]
         if len(scored.response.ids):
             with torch.no_grad():
-                logits_TV = predicting(model, scored)
+                logits_TV = response_logits(model, scored.token_ids, len(scored.prompt.ids))
             divergences = (Divergence(kind=kind, tail="bucket") for kind in ("forward_kl", "reverse_kl"))
             found[sample.prompt.uid] = [divergence_of(scored, logits_TV, each).sum().item() for each in divergences]
     return found

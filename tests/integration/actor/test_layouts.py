@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from tests._support.layouts import (
     BF16,
     BY_SAMPLES,
@@ -30,7 +31,6 @@ from tests._support.tiny_models import (
     VOCAB,
     make_config,
     make_folder,
-    make_sample,
     make_samples,
     transformers_logits,
     with_ids_below,

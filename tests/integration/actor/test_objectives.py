@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from recipe_gkd.commands.gpu_smoke.reference import forward_kl_T
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from tests._support import custom_losses
 from tests._support.layouts import CP2, SP
@@ -22,7 +23,7 @@ from tests._support.tiny_models import ACTOR, MEGATRON, VOCAB, make_config, make
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
 from tests.integration.actor.plain_objectives import plain_objective
-from tests.integration.actor.reference import forward_kl_T, reference_training
+from tests.integration.actor.reference import reference_training
 from tests.integration.actor.test_layouts import assert_metrics, assert_weights
 
 pytestmark = pytest.mark.timeout(150)

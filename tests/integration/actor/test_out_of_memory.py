@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import SecondaryFailure, WorkerError
 from recipe_gkd.runtime.out_of_memory import ADVICE
 from tests._support.errors import check_error
-from tests._support.tiny_models import ACTOR, MEGATRON, make_config, make_sample, make_samples
+from tests._support.tiny_models import ACTOR, MEGATRON, make_config, make_samples
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor.memory_jobs import (
     Outcome,

@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.errors import ConfigError, DataError, GkdError, ModelError, SecondaryFailure, WorkerError
 from tests._support.errors import check_error
 from tests._support.layouts import OVERRIDE, PP2, TP2
-from tests._support.tiny_models import (
-    MEGATRON,
-    TOP_K,
-    make_config,
-    make_folder,
-    make_sample,
-    make_samples,
-    without_empty,
-)
+from tests._support.tiny_models import MEGATRON, TOP_K, make_config, make_folder, make_samples, without_empty
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from recipe_gkd.rollout.engine import RolloutEngine
-from recipe_gkd.rollout.engine_options import EngineOptions
+from recipe_gkd.commands.gpu_smoke.tiny_engine import generate, running_engine
 from tests._support.rollout_models import config_for, make_model, prompts, reference_logprobs
 
 pytestmark = [
@@ -25,23 +22,15 @@ def test_rollout_engine_on_gpu_samples_from_float32_logits(tmp_path: Path) -> No
     model = make_model(0, tied=True)
     model.save_pretrained(tmp_path)
     config = config_for(
-        tmp_path, "actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.gpu_memory_utilization=0.2"
-    )
-    engine = RolloutEngine(EngineOptions.from_config(config, "cuda"))
-    try:
-        description = engine.start().result(timeout=500)
-        assert (description.dtype, description.head_dtype) == ("bfloat16", "float32")
-        assert description["max_num_batched_tokens"] in (8192, 16384)
-        engine.run(lambda inner: inner.set_weight_version("0")).result(timeout=60)
-        given, delivered = prompts(8), queue.SimpleQueue[Any]()
+        tmp_path, "trainer.device=cuda", "actor_rollout_ref.rollout.dtype=bfloat16",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.2",
+    )  # fmt: skip
+    with running_engine(config, timeout_s=500) as (engine, description):
+        given = prompts(8)
         params = [{"max_tokens": 32, "temperature": 1.0, "seed": prompt.uid} for prompt in given]
-        _, accepted = engine.submit(given, params, delivered.put)
-        accepted.result(timeout=60)
-        responses: dict[int, Any] = {}
-        while len(responses) < len(given):
-            responses |= {response.uid: response for response in delivered.get(timeout=60)}
-    finally:
-        engine.close()
+        responses = generate(engine, given, params)
+    assert (description.dtype, description.head_dtype) == ("bfloat16", "float32")
+    assert description.max_num_batched_tokens in (8192, 16384)
     errors = [
         np.abs(responses[each.uid].logprobs - reference_logprobs(model, each, responses[each.uid])) for each in given
     ]

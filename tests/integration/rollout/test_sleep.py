@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-import torch
 
+from recipe_gkd.commands.gpu_smoke.reference import sampled_logps
 from recipe_gkd.data.samples import Response
 from recipe_gkd.errors import WeightSyncError, WorkerError
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
@@ -37,10 +37,7 @@ def log_probs(group: WorkerGroup, ids: list[int] = IDS) -> list[float]:
 
 
 def expected_log_probs(seed: int, *, tied: bool) -> np.ndarray:
-    ids = torch.tensor(IDS)
-    with torch.no_grad():
-        logps_TV = make_model(seed, tied=tied)(ids[None]).logits[0, :-1].log_softmax(-1)
-    return logps_TV.gather(1, ids[1:, None])[:, 0].numpy()
+    return sampled_logps(make_model(seed, tied=tied), IDS, prompt_len=1)
 
 
 def responses(group: WorkerGroup) -> dict[int, Response]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from recipe_gkd.commands.gpu_smoke.reference import sampled_logps
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.rollout.engine import RolloutEngine
 from recipe_gkd.rollout.engine_options import EngineOptions
@@ -47,10 +48,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
 
 
 def log_probs_error(engine: RolloutEngine, seed: int) -> float:
-    ids = torch.tensor(IDS)
-    with torch.no_grad():
-        logps_TV = make_model(seed, tied=False)(ids[None]).logits[0, :-1].log_softmax(-1)
-    expected = logps_TV.gather(1, ids[1:, None])[:, 0].numpy()
+    expected = sampled_logps(make_model(seed, tied=False), IDS, prompt_len=1)
     found = engine.log_probs(IDS).result(timeout=60)
     return float(np.abs(expected - np.asarray(found)).max())
 
@@ -88,7 +86,7 @@ def test_cycles_restore_the_engine_and_do_not_leak(
     free = []
     for seed in (NEW, OLD, NEW, OLD):
         slept = engine.run(lambda inner: state.sleep(inner, level)).result(60)
-        assert slept["released_bytes"] > 0.9 * CACHE_BYTES
+        assert slept.released_bytes > 0.9 * CACHE_BYTES
         free.append(torch.cuda.mem_get_info()[0])
         engine.run(lambda inner: state.wake(inner, "weights")).result(60)
         if level == 2:

@@ -12,10 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from recipe_gkd.commands.gpu_smoke import reference
+from recipe_gkd.commands.gpu_smoke.teacher_checks import score_errors
+from recipe_gkd.commands.gpu_smoke.tiny_models import read_model
 from teacher.engines.admission import Admission, Demand
 from teacher.engines.sizes import ResultMemory
-from teacher.records import TeacherSequence
+from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.qwen2 import random_qwen2, save_word_tokenizer
 from tests._support.teacher_service import REPO
 from tests.integration.teacher.engine_script import (
@@ -70,15 +74,11 @@ Logits = Callable[[TeacherSequence], np.ndarray]
 @pytest.fixture(scope="module")
 def response_logits(padded_qwen2: Path) -> Logits:
     """Return a function that computes the logits [T, V] with transformers, padding included."""
-    import torch
-    from transformers import Qwen2ForCausalLM
-
-    model = Qwen2ForCausalLM.from_pretrained(padded_qwen2, dtype=torch.float32).eval()
+    model = read_model(padded_qwen2, torch.float32)
 
     def logits_of(sequence: TeacherSequence) -> np.ndarray:
         with torch.no_grad():
-            logits_NV = model(torch.from_numpy(sequence.token_ids).long()[None]).logits[0]
-        return logits_NV[sequence.prompt_len - 1 : -1].double().numpy()
+            return reference.response_logits(model, sequence.token_ids, sequence.prompt_len).double().numpy()
 
     return logits_of
 
@@ -89,14 +89,10 @@ def log_mass(logits_TV: np.ndarray) -> np.ndarray:
 
 
 def assert_scores(scored: dict[str, Any], name: str, sequence: TeacherSequence, logps_TV: np.ndarray) -> None:
-    topk_logps_TK, topk_ids_TK = scored[f"{name}/topk_logps_TK"], scored[f"{name}/topk_ids_TK"]
-    k = topk_ids_TK.shape[1]
-    assert np.abs(topk_logps_TK + np.sort(-logps_TV, axis=1)[:, :k]).max() < 1e-5
-    assert np.abs(topk_logps_TK - np.take_along_axis(logps_TV, topk_ids_TK, 1)).max() < 1e-5
-    assert all(len(set(row)) == k for row in topk_ids_TK.tolist())
-    response_T1 = sequence.token_ids[sequence.prompt_len :, None]
-    sampled_T = np.take_along_axis(logps_TV, response_T1, 1)[:, 0]
-    assert np.abs(scored[f"{name}/sampled_logps_T"] - sampled_T).max() < 1e-5
+    fields = {field: scored[f"{name}/{field}"] for field in ("topk_logps_TK", "topk_ids_TK", "sampled_logps_T")}
+    assert score_errors(logps_TV, sequence, ScoredSequence(**fields)).max() < 1e-5
+    ids_TK = fields["topk_ids_TK"]
+    assert all(len(set(row)) == ids_TK.shape[1] for row in ids_TK.tolist())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

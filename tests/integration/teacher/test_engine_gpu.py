@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from recipe_gkd.commands.gpu_smoke.reference import response_logits
 from tests._support.qwen2 import random_qwen2, save_word_tokenizer
 from tests._support.teacher_service import REPO
 from tests.integration.teacher.engine_script import DISCARDED, N_TOKENS, VOCAB_SIZE
@@ -24,22 +25,26 @@ pytestmark = [
 ]
 
 
-def test_engine_on_gpu_returns_float32_scores_of_all_chunks(tmp_path: Path) -> None:
+def run_script(name: str, folder: Path) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
+    """Run a script on a random model in a separate process. Return the model and the arrays that it has written."""
     model = random_qwen2(seed=0, vocab_size=VOCAB_SIZE, max_position_embeddings=1024, hidden_size=128)
-    model.save_pretrained(tmp_path / "model")
-    save_word_tokenizer(tmp_path / "model", [f"t{i}" for i in range(3, N_TOKENS)])
-    out = tmp_path / "scores.npz"
-    command = [sys.executable, "-m", "tests.integration.teacher.gpu_engine_script", str(tmp_path / "model"), str(out)]
+    model_folder, out = folder / "model", folder / "found.npz"
+    model.save_pretrained(model_folder)
+    save_word_tokenizer(model_folder, [f"t{i}" for i in range(3, N_TOKENS)])
+    command = [sys.executable, "-m", f"tests.integration.teacher.{name}", str(model_folder), str(out)]
     environment = os.environ | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    scored = np.load(out)
+    return model, dict(np.load(out))
+
+
+def test_engine_on_gpu_returns_float32_scores_of_all_chunks(tmp_path: Path) -> None:
+    model, scored = run_script("gpu_engine_script", tmp_path)
     assert scored["model/dtype"] == "torch.bfloat16" and scored["model/error"] > 1e-2
     assert scored["auto/dtype"] == "torch.float32" and scored["auto/error"] < 1e-3
     for key in set(range(len(LONG))) - {DISCARDED}:
-        ids_T = torch.from_numpy(LONG[key].token_ids).long()
         with torch.no_grad():
-            logits_TV = model(ids_T[None]).logits[0, LONG[key].prompt_len - 1 : -1, :N_TOKENS]
+            logits_TV = response_logits(model, LONG[key].token_ids, LONG[key].prompt_len)[:, :N_TOKENS]
         logps_TV = logits_TV.double().log_softmax(-1).numpy()
         ids_TK = scored[f"auto/{key}/topk_ids_TK"]
         error_TK = np.abs(scored[f"auto/{key}/topk_logps_TK"] - np.take_along_axis(logps_TV, ids_TK, 1))
@@ -47,15 +52,7 @@ def test_engine_on_gpu_returns_float32_scores_of_all_chunks(tmp_path: Path) -> N
 
 
 def test_engine_on_gpu_releases_its_memory_and_is_verified(tmp_path: Path) -> None:
-    model = random_qwen2(seed=0, vocab_size=VOCAB_SIZE, max_position_embeddings=1024, hidden_size=128)
-    model.save_pretrained(tmp_path / "model")
-    save_word_tokenizer(tmp_path / "model", [f"t{i}" for i in range(3, N_TOKENS)])
-    out = tmp_path / "sleep.npz"
-    command = [sys.executable, "-m", "tests.integration.teacher.gpu_sleep_script", str(tmp_path / "model"), str(out)]
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = dict(np.load(out))
+    _, found = run_script("gpu_sleep_script", tmp_path)
     assert found["released"] > 0.9 * found["kv cache"], "expected the memory of the KV cache"
     assert abs(found["restored"] - found["released"]) < 0.1 * found["kv cache"]
     for name in [name for name in found if name.startswith("before/")]:

@@ -62,8 +62,9 @@ def test_run_resumes_after_fault_during_save(tmp_path: Path) -> None:
 
 def serve_rank(rank: int, port: int, config: Any, pipe: Connection) -> None:
     """Start an actor and serve calls from the pipe until it is closed."""
+    from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
     from recipe_gkd.errors import GkdError, WorkerError
-    from tests._support.tiny_models import exported, make_samples, started, update
+    from tests._support.tiny_models import make_samples, started, update
 
     with started(rank, N_RANKS, port, config, total_steps=LAST_STEP) as actor:
 

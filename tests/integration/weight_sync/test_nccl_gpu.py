@@ -1,16 +1,17 @@
-"""Weight sync over NCCL between two GPUs, and the reuse of bucket memory on one GPU."""
+"""Death of the receiver of a weight sync over NCCL between two GPUs, and the reuse of bucket memory on one GPU."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 
+from recipe_gkd.commands.gpu_smoke.peer_process import running_peer
 from recipe_gkd.errors import GkdError
 from recipe_gkd.weight_sync.bucket_plan import BucketPlan, TensorMeta
 from recipe_gkd.weight_sync.collective import CollectiveTransport
@@ -48,7 +49,7 @@ def connect(store: Any, rank: int) -> CollectiveTransport:
     return transport
 
 
-def receive(port: int, version: int, dies: bool, results: Any) -> None:
+def receive(connection: Connection, port: int, version: int, dies: bool) -> None:
     """Receive an update in a separate process. The process may die in the fourth bucket."""
     transport = connect(join_store("127.0.0.1", port, START_S), 1)
     taken: NamedTensors = []
@@ -60,16 +61,13 @@ def receive(port: int, version: int, dies: bool, results: Any) -> None:
 
     receive_weights(transport, version, META, BUCKET_BYTES, take)
     expected = dict(make_weights(version, 1))
-    results.put(all(torch.equal(tensor, expected[name]) for name, tensor in taken) and len(taken) == len(META))
+    connection.send(all(torch.equal(tensor, expected[name]) for name, tensor in taken) and len(taken) == len(META))
 
 
 def send(version: int, receiver_dies: bool) -> tuple[str, bool | None]:
     """Send an update to a new receiver. Return the sender's error and the receiver's result."""
-    context = multiprocessing.get_context("spawn")
-    store, results = open_store("127.0.0.1", START_S), context.Queue()
-    process = context.Process(target=receive, args=(store.port, version, receiver_dies, results), daemon=True)
-    process.start()
-    try:
+    store = open_store("127.0.0.1", START_S)
+    with running_peer(receive, store.port, version, receiver_dies, timeout_s=START_S) as peer:
         transport = connect(store, 0)
         try:
             send_weights(transport, version, META, make_weights(version, 0), BUCKET_BYTES)
@@ -77,37 +75,23 @@ def send(version: int, receiver_dies: bool) -> tuple[str, bool | None]:
             return str(error), None
         finally:
             transport.close()
-        return "", results.get(timeout=START_S)
-    finally:
-        process.kill()
-        process.join()
+        return "", peer.receive()
 
 
-def run_sender(environment: dict[str, str], results: Any) -> None:
+def run_sender(connection: Connection, environment: dict[str, str]) -> None:
     """Send to a receiver that dies, and then to another one, from a process that NCCL may end."""
     os.environ.update(environment)
     first = send(1, receiver_dies=True)
     time.sleep(5)  # NCCL's watchdog would end this process meanwhile
-    results.put((first, send(2, receiver_dies=False)))
+    connection.send((first, send(2, receiver_dies=False)))
 
 
 @two_gpus
-class TestNccl:
-    def test_transfer_preserves_bits(self) -> None:
-        assert send(1, receiver_dies=False) == ("", True)
-
-    @pytest.mark.parametrize("environment", [{}, OVER_SOCKETS], ids=["default", "sockets"])
-    def test_dead_receiver_is_an_error_and_the_sender_continues(self, environment: dict[str, str]) -> None:
-        context = multiprocessing.get_context("spawn")
-        results = context.Queue()
-        process = context.Process(target=run_sender, args=(environment, results))
-        process.start()
-        try:
-            (error, _), second = results.get(timeout=2 * START_S + 2 * TIMEOUT_S)
-            assert "weights v1" in error and second == ("", True)
-        finally:
-            process.kill()
-            process.join()
+@pytest.mark.parametrize("environment", [{}, OVER_SOCKETS], ids=["default", "sockets"])
+def test_dead_receiver_is_an_error_and_the_sender_continues(environment: dict[str, str]) -> None:
+    with running_peer(run_sender, environment, timeout_s=2 * START_S + 2 * TIMEOUT_S) as peer:
+        (error, _), second = peer.receive()
+    assert "weights v1" in error and second == ("", True)
 
 
 class SlowReader:

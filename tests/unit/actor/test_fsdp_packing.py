@@ -20,10 +20,10 @@ from recipe_gkd.actor.fsdp import packed_attention, style_check
 from recipe_gkd.actor.fsdp.packed_attention import AttentionUse, attending
 from recipe_gkd.actor.fsdp.packing import RowStyle, model_input
 from recipe_gkd.actor.fsdp.style_check import StyleChoice, choose_style
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.errors import ModelError
 from tests._support.causal_models import random_causal_lm
 from tests._support.errors import raises
-from tests._support.tiny_models import make_sample
 
 CPU, SINGLE = torch.device("cpu"), torch.float32
 PACKED, PADDED = RowStyle.PACKED, RowStyle.PADDED

@@ -18,10 +18,11 @@ from recipe_gkd.actor.batch import micro_batch_plan
 from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan, plan_micro_batches
 from recipe_gkd.actor.objective.loss_terms import GlobalDenominators
 from recipe_gkd.actor.ranks import Layout
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import DataError, SecondaryFailure
 from tests._support.errors import raises
-from tests._support.tiny_models import make_config, make_sample, make_samples, without_empty
+from tests._support.tiny_models import make_config, make_samples, without_empty
 
 SAMPLES = make_samples(12)
 ONE = Layout.data_parallel(0, 1)

@@ -14,8 +14,9 @@ from recipe_gkd.actor.batch.packing import PackedBatch, bucket_by_length, micro_
 from recipe_gkd.actor.batch.staging import stage
 from recipe_gkd.actor.batch.token_fields import TokenFields
 from recipe_gkd.actor.objective.loss_terms import GlobalDenominators, loss_term_masks
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.data.samples import Sample, TeacherTopK
-from tests._support.tiny_models import TOP_K, make_sample, make_samples, without_empty
+from tests._support.tiny_models import TOP_K, make_samples, without_empty
 
 SAMPLES = make_samples(40)
 

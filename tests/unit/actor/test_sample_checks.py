@@ -9,10 +9,11 @@ import pytest
 
 from recipe_gkd.actor.batch import sample_checks
 from recipe_gkd.actor.batch.sample_checks import check_samples
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import DataError
 from tests._support.errors import raises
-from tests._support.tiny_models import make_sample, make_samples
+from tests._support.tiny_models import make_samples
 
 SAMPLES = make_samples(12)
 

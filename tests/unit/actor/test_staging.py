@@ -18,8 +18,9 @@ from recipe_gkd.actor.batch.host_arrays import ArrayPool
 from recipe_gkd.actor.batch.packing import PackedBatch, pack
 from recipe_gkd.actor.objective.loss_terms import GlobalDenominators
 from recipe_gkd.actor.packed_row import attend_in_blocks
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.data.samples import Sample
-from tests._support.tiny_models import make_sample, make_samples, without_empty
+from tests._support.tiny_models import make_samples, without_empty
 
 SAMPLES = without_empty(make_samples(20))
 CPU = torch.device("cpu")

@@ -9,8 +9,9 @@ import pytest
 
 from recipe_gkd.actor.batch.packing import micro_batches
 from recipe_gkd.actor.token_limit import TokenLimit, next_limit
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.data.samples import Sample
-from tests._support.tiny_models import ACTOR, make_config, make_sample
+from tests._support.tiny_models import ACTOR, make_config
 
 
 def sample(n_tokens: int) -> Sample:

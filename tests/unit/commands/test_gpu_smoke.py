@@ -35,7 +35,7 @@ def run_with_result(
     def end(command: Sequence[str], *, variables: Mapping[str, str], log: Path, deadline_s: float) -> int | None:
         log.write_text(text)
         if result is not None:
-            Path(command[command.index("--result") + 1]).write_text(json.dumps(result))
+            Path(command[-1]).write_text(json.dumps(result))
         return status
 
     text = log

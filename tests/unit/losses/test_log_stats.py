@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from recipe_gkd.commands.gpu_smoke.reference import dense_sampled_and_entropy
 from recipe_gkd.losses.log_stats import compute_log_stats
 from recipe_gkd.losses.logits_query import LogitsQuery
-from tests._support.dense_losses import dense_sampled_and_entropy
 from tests._support.log_stats_runs import (
     DTYPES,
     RUNS,

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from recipe_gkd.commands.gpu_smoke.reference import dense_sampled_and_entropy
 from recipe_gkd.losses import Divergence
 from recipe_gkd.losses.distributions import bucketed_distributions, valid_entries
 from recipe_gkd.losses.log_stats import compute_log_stats
 from recipe_gkd.losses.logits_query import LogitsQuery
 from tests._support import fused_head_runs as fused_head
 from tests._support import log_stats_runs as log_stats
-from tests._support.dense_losses import dense_divergence, dense_sampled_and_entropy
+from tests._support.dense_losses import dense_divergence
 from tests._support.loss_cases import divergences, row_weights
 from tests._support.loss_runs import process_group
 from tests._support.triton_interpreter import Run

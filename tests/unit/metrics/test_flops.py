@@ -11,10 +11,11 @@ import pytest
 
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.student_dims import MoEConfig
+from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.metrics.device_peaks import peak_tflops
 from recipe_gkd.metrics.flops import forward_flops, update_flops
 from recipe_gkd.metrics.utilization import ActorUtilization
-from tests._support.tiny_models import make_config, make_sample
+from tests._support.tiny_models import make_config
 
 DENSE = ModelDims(
     family="qwen3",

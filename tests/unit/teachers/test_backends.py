@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
+from recipe_gkd.commands.gpu_smoke.reference import response_logits
 from recipe_gkd.config import Config, compose, config_dir
 from recipe_gkd.errors import ConfigError, VocabularyMismatch
 from recipe_gkd.model_files import Student
@@ -59,8 +60,8 @@ def random_sequences(*sizes: tuple[int, int]) -> list[TeacherSequence]:
 def expected_logps(model: Any, sequence: TeacherSequence, temperature: float) -> np.ndarray:
     """Return the log-probabilities at the response positions, computed in float64 from the model's logits, [T, V]."""
     with torch.no_grad():
-        logits_NV = model(torch.from_numpy(sequence.token_ids).long()[None]).logits[0].double()
-    return (logits_NV[sequence.prompt_len - 1 : -1] / temperature).log_softmax(dim=-1).numpy()
+        logits_TV = response_logits(model, sequence.token_ids, sequence.prompt_len).double()
+    return (logits_TV / temperature).log_softmax(dim=-1).numpy()
 
 
 class TestConfig:
@@ -145,8 +146,7 @@ class TestHfTeacher:
         hf_teacher.restrict_ids(n_ids)
         [scored] = hf_teacher.submit([sequence]).result(timeout=60)
         with torch.no_grad():
-            logits_NV = model(torch.as_tensor(sequence.token_ids).long()[None]).logits[0].double()
-        logps_TV = logits_NV[4:-1, :n_ids].log_softmax(1)
+            logps_TV = response_logits(model, sequence.token_ids, 5)[:, :n_ids].double().log_softmax(1)
         expected = logps_TV.topk(8)
         np.testing.assert_allclose(scored.topk_logps_TK, expected.values, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(scored.topk_ids_TK, expected.indices)

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from recipe_gkd.addition.task import Problem
 from recipe_gkd.addition.tokenizer import build_tokenizer
+from recipe_gkd.commands.gpu_smoke.reference import response_logps
 from recipe_gkd.config import Config, load_config
 from recipe_gkd.config.prompt_settings import PromptSettings, prompt_settings
 from recipe_gkd.config.prompt_template import fill, template_fields, template_problem
@@ -370,9 +370,7 @@ class TestScores:
             assert tokenizer.decode(student) == f"<|user|>{problem.question}<|assistant|>"
             text = f"<|user|>{problem.answer};{problem.question}<|assistant|>"
             prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-            with torch.no_grad():
-                logits_NV = model(torch.tensor([[*prompt, *response_ids.tolist()]])).logits[0].double()
-            logps_TV = logits_NV[len(prompt) - 1 : -1].log_softmax(-1).numpy()
+            logps_TV = response_logps(model, [*prompt, *response_ids.tolist()], len(prompt))
             top_TK = np.take_along_axis(logps_TV, sample.teacher.ids_TK.astype(np.int64), 1)
             np.testing.assert_allclose(sample.teacher.logps_TK, top_TK, atol=1e-5)
             np.testing.assert_allclose(top_TK, -np.sort(-logps_TV, 1)[:, :8], atol=1e-5)
