@@ -108,6 +108,10 @@ def check_file(_: list[str], words: list[str]) -> None:
     assert (REPO / words[0]).is_file()
 
 
+def check_fuzz(_: list[str], words: list[str]) -> None:
+    assert (REPO / "tests/fuzz/__main__.py").is_file() and words[0] in ("pytest", "tests.fuzz")
+
+
 RULES: dict[str, tuple[str, Callable[[list[str], list[str]], None]]] = {
     "training": (r"\S*python3? -m recipe_gkd\.main_gkd ", check_training),
     "command": (r"(?:\S*python3? -m recipe_gkd|recipe-gkd) (?=[a-z])", check_command),
@@ -117,6 +121,7 @@ RULES: dict[str, tuple[str, Callable[[list[str], list[str]], None]]] = {
     "pip": (r"pip install ", check_pip),
     "models": (r"\S*python3? -m recipe_gkd\.quickstart\.prepare ", nothing),
     "file": (r"\S*python3? (?=benchmarks/|docs/examples/)", check_file),
+    "fuzz": (r"\S*python3? -m (?=pytest tests/fuzz |tests\.fuzz )", check_fuzz),
     "system": (
         r"(?:python3\.\d+ -m venv|source|export|ray|scp|cp|install|systemctl|kubectl|docker|pre-commit|mv|'\(sed') ",
         nothing,

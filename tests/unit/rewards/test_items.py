@@ -71,7 +71,8 @@ def test_quickstart_reward_is_one_for_an_exact_answer(tmp_path: Path) -> None:
     for text, reward in [(problems[1].answer, 1.0), (problems[0].answer, 0.0), ("12", 0.0)]:
         item = build_item([tmp_path / "data.parquet"], 1, text, ground_truth_key="answer")
         assert item.prompt == [{"role": "user", "content": "111+222="}] and item.response == text
-        assert item.extra == {"data_source": "quickstart/addition"} and item.data_source == "quickstart/addition"
+        assert item.extra.keys() == {"data_source", "prompt_with_solution"}
+        assert item.data_source == "quickstart/addition"
         assert compute_score(item.prompt, item.response, item.ground_truth, item.extra) == reward
 
 
