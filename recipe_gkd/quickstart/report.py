@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         n_problems, accuracy = read_accuracies(
             {"teacher": args.teacher, "student_before": args.before, "student_after": args.after}
         )
-        stages = [json.loads(line) for line in _read(args.stages).splitlines()]
+        stages = [_parse(line, args.stages) for line in _read(args.stages).splitlines()]
         report = {
             "problems": n_problems,
             "accuracy": accuracy,
@@ -219,10 +219,14 @@ def _read(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Json:
+    return _parse(_read(path), path)
+
+
+def _parse(text: str, path: Path) -> Json:
     try:
-        value = json.loads(_read(path))
+        value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path} is not a JSON file ({error})", remedy="create it again", file=path) from error
+        raise DataError(f"{path} has no valid JSON ({error})", remedy="create it again", file=path) from error
     if not isinstance(value, dict):
         raise DataError(f"{path}: got a JSON {type(value).__name__}, expected an object", file=path)
     return value

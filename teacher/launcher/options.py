@@ -20,7 +20,7 @@ class Option(NamedTuple):
         name: Name of the environment variable.
         default: Value if neither flag nor variable is set. An empty variable counts as not set. If the default is an
             integer, the value must be an integer of 0 or more.
-        text: Help text.
+        text: Help text. The default follows if it does not end with a description of it in brackets.
     """
 
     name: str
@@ -32,59 +32,56 @@ class Option(NamedTuple):
 ENGINE_OPTIONS = (
     Option("CKPT_PATH", "", "local folder of the teacher model, Hugging Face format (required)"),
     Option("MODEL_NAME", "", "name of the served model  [name of the folder]"),
-    Option("BACKEND", "vllm", "engine  [vllm]"),
-    Option("TP_SIZE", 1, "tensor-parallel ranks of one worker  [1]"),
-    Option("N_LOGPROBS", 256, "top-k, up to the vocabulary size  [256]"),
+    Option("BACKEND", "vllm", "engine"),
+    Option("TP_SIZE", 1, "tensor-parallel ranks of one worker"),
+    Option("N_LOGPROBS", 256, "top-k, up to the vocabulary size"),
     Option("DTYPE", "auto", "auto, float32, bfloat16, float16  [auto: the checkpoint's, bfloat16 for float32]"),
     Option("HEAD_DTYPE", "auto", "dtype of the logits: auto, float32, model  [auto: float32 on a GPU, else DTYPE]"),
     Option("MAX_MODEL_LEN", 0, "longest prompt plus response in tokens  [0: the model's]"),
-    Option("LOGITS_MIB", 1024, "memory for the logits of one engine step  [1024]"),
-    Option("MAX_RESULT_MIB", 2048, "host memory for results in progress  [2048]"),
+    Option("LOGITS_MIB", 1024, "memory for the logits of one engine step"),
+    Option("MAX_RESULT_MIB", 2048, "host memory for results in progress"),
     Option("KV_CACHE_MIB", 0, "size of the KV cache  [0: vLLM's choice on a GPU, 256 on a CPU]"),
-    Option("GPU_MEMORY_UTILIZATION", "0.85", "fraction of a GPU for weights and KV cache  [0.85]"),
+    Option("GPU_MEMORY_UTILIZATION", "0.85", "fraction of a GPU for weights and KV cache"),
     Option("ASYNC_SCHEDULING", "auto", "auto, on, off: schedule a step while the GPU computes the one before it  "
            "[auto: vLLM's choice]"),
 )
 WORKER_OPTIONS = (
     *ENGINE_OPTIONS,
-    Option("N_WORKERS", 1, "workers started here  [1]"),
-    Option("SLEEP_MODE", "0", "1: allow `python -m teacher sleep` and `wake`; weights then go to host memory  [0]"),
-    Option("PROXY_BACKEND_PORT", 15556, "the proxy's port for workers  [15556]"),
+    Option("N_WORKERS", 1, "workers started here"),
+    Option("SLEEP_MODE", "0", "1: allow `python -m teacher sleep` and `wake`; weights then go to host memory"),
+    Option("PROXY_BACKEND_PORT", 15556, "the proxy's port for workers"),
     Option("AUTH_DIR", "", "keys, created by `python -m teacher keys --auth-dir AUTH_DIR`  [none]"),
     Option("STALL_TIMEOUT_S", "60", "maximum duration of an engine step; a longer one ends its worker, others get its "
-           "requests  [60]"),
-    Option("LOG_FORMAT", "text", "text or json  [text]"),
+           "requests"),
+    Option("LOG_FORMAT", "text", "text or json"),
     Option("LOG_LEVEL", "", "DEBUG, INFO, WARNING, ERROR  [proxy INFO, workers WARNING]"),
     Option("START_TIMEOUT_S", 0, "maximum duration of the start, in seconds  [600; 1800 on GPUs, where kernels are "
            "compiled]"),
-    Option("STOP_TIMEOUT_S", 10, "seconds before SIGKILL, if the start fails  [10]"),
+    Option("STOP_TIMEOUT_S", 10, "seconds before SIGKILL, if the start fails"),
     Option("PYTHON", "", "interpreter  [.venv/bin/python beside the teacher folder, or python3]"),
 )
 SERVE_OPTIONS = (
     *WORKER_OPTIONS,
-    Option("PROXY_FRONTEND_PORT", 15555, "the port for clients  [15555]"),
-    Option("BIND", "127.0.0.1", "interface of both ports; any but loopback needs AUTH_DIR or TRUSTED_NETWORK  "
-           "[127.0.0.1]"),
+    Option("PROXY_FRONTEND_PORT", 15555, "the port for clients"),
+    Option("BIND", "127.0.0.1", "interface of both ports; any but loopback needs AUTH_DIR or TRUSTED_NETWORK"),
     Option("TRUSTED_NETWORK", "0", "1: allow any BIND without keys; everyone who reaches it can use and disturb the "
-           "service  [0]"),
+           "service"),
     Option("PROXY_IO_THREADS", "", "threads of the proxy that send, receive and encrypt  [cores, at most 4]"),
     Option("HTTP_PORT", "", "/healthz and /metrics; 0: any port, -1: none. They use no keys: bind them to trusted "
            "networks only  [PROXY_FRONTEND_PORT + 2]"),
-    Option("HTTP_BIND", "127.0.0.1", "interface of HTTP_PORT  [127.0.0.1]"),
-    Option("MAX_QUEUE_TOKENS", 8388608, "maximum tokens in the proxy's queue; further requests wait at the clients  "
-           "[8388608]"),
+    Option("HTTP_BIND", "127.0.0.1", "interface of HTTP_PORT"),
+    Option("MAX_QUEUE_TOKENS", 8388608, "maximum tokens in the proxy's queue; further requests wait at the clients"),
     Option("RUN_DIR", "", "pids and logs  [$PWD/outputs/teacher-HOST-PROXY_FRONTEND_PORT]"),
 )
 JOIN_OPTIONS = (
     *WORKER_OPTIONS,
-    Option("SERVER_IP", "127.0.0.1", "address of the proxy, which must listen there (BIND of start_server.sh)  "
-           "[127.0.0.1]"),
+    Option("SERVER_IP", "127.0.0.1", "address of the proxy, which must listen there (BIND of start_server.sh)"),
     Option("RUN_DIR", "", "pids and logs  [$PWD/outputs/teacher-join-HOST-SERVER_IP-PROXY_BACKEND_PORT]"),
 )
 STOP_OPTIONS = (
-    Option("PROXY_FRONTEND_PORT", 15555, "port of the service, part of the default run folder  [15555]"),
+    Option("PROXY_FRONTEND_PORT", 15555, "port of the service, part of the default run folder"),
     Option("RUN_DIR", "", "run folder  [$PWD/outputs/teacher-HOST-PROXY_FRONTEND_PORT]"),
-    Option("STOP_TIMEOUT_S", 10, "seconds before SIGKILL  [10]"),
+    Option("STOP_TIMEOUT_S", 10, "seconds before SIGKILL"),
 )
 # fmt: on
 
@@ -93,8 +90,13 @@ def help_of(options: Sequence[Option]) -> str:
     """Return the help of options, for a terminal."""
     indent = " " * _NAME_WIDTH
     lines = [
-        textwrap.fill(text, _WIDTH, initial_indent=f"  {name}".ljust(_NAME_WIDTH), subsequent_indent=indent)
-        for name, _, text in options
+        textwrap.fill(
+            text if text.endswith("]") or default == "" else f"{text}  [{default}]",
+            _WIDTH,
+            initial_indent=f"  {name}".ljust(_NAME_WIDTH),
+            subsequent_indent=indent,
+        )
+        for name, default, text in options
     ]
     title = "Options, as flags or environment variables (--run-dir DIR is RUN_DIR=DIR; flags override variables):"
     return "\n".join([title, *lines])

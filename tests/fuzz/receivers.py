@@ -9,8 +9,8 @@ from typing import Any
 from teacher.client import TeacherClient
 from teacher.errors import TeacherAsleep, TeacherClosed, TeacherError, TeacherProtocolError, TeacherRequestError
 from teacher.records import LogitSettings, ScoredSequence, TeacherSequence
-from teacher.wire import protocol
 from teacher.wire.messages import AsleepSet, Failure, Message, Ready, Score, ScoreReply, SetAsleep, Welcome
+from teacher.wire.protocol import decode  # the function itself, so that a decoder planted in the receiver is not used
 from tests._support.fake_worker import FakeEngine, RunningWorker
 from tests._support.scripted_service import ScriptedService
 from tests.fuzz.hostile import Frames, header_of, readdressed
@@ -143,7 +143,7 @@ class WorkerReceiver:
 def _is_refused_registration(frames: Frames) -> bool:
     """Return True for the refusal of a worker, which ends it."""
     try:
-        message = protocol.decode(frames)
+        message = decode(frames)
     except TeacherProtocolError:
         return False
     return isinstance(message, Failure) and message.request_id == 0

@@ -82,7 +82,7 @@ class TestReceiver:
 
     def test_unexpected_error_is_found(self, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(protocol, "decode", decode_or_fail)
-        with pytest.raises((AssertionError, IndexError)):  # the receiver ended, or the test's own decoding failed
+        with pytest.raises(AssertionError, match=r"ended|closed"):
             test_receivers.test_receiver_hostile_message_is_survived(role)
 
     def test_kept_messages_are_found(self, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
