@@ -170,7 +170,7 @@ class Soak:
             return False
         folder = self.teacher.run_dir / f"joined{self.faults['teacher worker killed']}"
         self._joined.callback(stop_service, folder)
-        joined = run_script("join_server.sh", timeout_s=150, RUN_DIR=str(folder), **self.teacher.settings)
+        joined = run_script("join_server.sh", RUN_DIR=str(folder), **self.teacher.settings)
         assert joined.returncode == 0, joined.stdout + joined.stderr
         return True
 
@@ -296,7 +296,7 @@ def running_training(folder: Path, teacher: Teacher) -> Iterator[Run]:
             yield run
         finally:
             send(process.pid, signal.SIGINT)
-            run.finish(timeout_s=90)
+            run.finish()
 
 
 def train_with_faults(soak: Soak, minutes: float, fault_every_s: float, rng: random.Random) -> str | None:
@@ -340,7 +340,7 @@ def main() -> int:
         soak = Soak(run, teacher, rng, joined)
         problem = train_with_faults(soak, arguments.minutes, arguments.fault_every, rng)
         step, seconds = soak.step, soak.seconds
-    leftovers = run.leftovers(timeout_s=20)
+    leftovers = run.leftovers()
     warm_up_s = min(WARM_UP_S, seconds / 6)
     found = list(growths(soak.samples, MEASURES, warm_up_s))
     with_faults = list(growths([s for s in soak.samples if s.at_s < seconds / 2], MEASURES, warm_up_s))

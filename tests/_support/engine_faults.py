@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests._support.rollout_models import make_padded_model
+from tests._support.waiting import PATIENCE_S
 
 OLD = 1
 """Seed of the weights before a sync."""
@@ -68,8 +69,10 @@ def scale_rope(worker: Any) -> Callable[[], None]:
         module.cos_sin_cache.copy_(cache[torch.arange(len(cache)) // 2])
         return cache
 
-    cache = worker._engine.run(change).result(timeout=60)
-    return lambda: worker._engine.run(lambda engine: rotary(engine).cos_sin_cache.copy_(cache)).result(timeout=60)
+    cache = worker._engine.run(change).result(timeout=PATIENCE_S)
+    return lambda: worker._engine.run(lambda engine: rotary(engine).cos_sin_cache.copy_(cache)).result(
+        timeout=PATIENCE_S
+    )
 
 
 FAULTS: dict[str, Callable[[Any], Callable[[], None]]] = {

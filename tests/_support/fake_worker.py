@@ -20,6 +20,7 @@ from teacher.errors import TeacherError, TeacherRequestError
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherSequence
 from teacher.worker import Worker
 from tests._support.teacher_service import StopFlag
+from tests._support.waiting import PATIENCE_S
 
 INFO = ModelInfo(
     "fake",
@@ -122,11 +123,11 @@ class FakeEngine:
 
     def sleep(self) -> None:
         assert not self.is_asleep and not self._waiting
-        assert self.sleep_gate.wait(timeout=60)
+        assert self.sleep_gate.wait(timeout=PATIENCE_S)
         self.is_asleep = True
 
     def wake(self) -> None:
-        assert self.is_asleep and self.sleep_gate.wait(timeout=60)
+        assert self.is_asleep and self.sleep_gate.wait(timeout=PATIENCE_S)
         if self.wake_error is not None:
             raise self.wake_error
         self.is_asleep = False
@@ -168,7 +169,7 @@ class RunningWorker:
 
     def stop(self) -> None:
         self._stop.set()
-        self.thread.join(timeout=60)
+        self.thread.join(timeout=PATIENCE_S)
         assert not self.thread.is_alive()
         self._stop.close()
 
@@ -183,7 +184,7 @@ def running_worker(
     """Yield a worker that has registered or was refused, and stop it."""
     worker = RunningWorker(backend_port, engine or FakeEngine(), stall_timeout_s, auth_dir)
     try:
-        assert worker.settled.wait(timeout=60)
+        assert worker.settled.wait(timeout=PATIENCE_S)
         yield worker
     finally:
         worker.stop()

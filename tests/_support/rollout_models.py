@@ -26,6 +26,7 @@ from recipe_gkd.weight_sync.stats import TransferStats
 from recipe_gkd.weight_sync.store import join_store
 from tests._support.base_config import base_config
 from tests._support.qwen2 import random_qwen2
+from tests._support.waiting import PATIENCE_S
 
 VOCABULARY = 300
 PADDED_VOCABULARY = 320
@@ -66,7 +67,7 @@ def config_for(folder: Path, *overrides: str) -> Config:
     return base_config(
         f"actor_rollout_ref.model.path={folder}", "data.max_prompt_length=32", "data.max_response_length=48",
         "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.rollout.kv_cache_memory_megabytes=64",
-        "actor_rollout_ref.nccl_timeout=10", "trainer.device=cpu", *overrides,
+        "actor_rollout_ref.nccl_timeout=60", "trainer.device=cpu", *overrides,
     )  # fmt: skip
 
 
@@ -141,9 +142,11 @@ class DoomedWorker:
         """Return when the process has started."""
 
     def open_weight_transport(self, address: TransportAddress, first_rank: int) -> None:
-        store = join_store(address.host, address.port, 10)
+        store = join_store(address.host, address.port, PATIENCE_S)
         cpu = torch.device("cpu")
-        self._transport = CollectiveTransport(store, rank=first_rank, labels=address.labels, device=cpu, timeout_s=10)
+        self._transport = CollectiveTransport(
+            store, rank=first_rank, labels=address.labels, device=cpu, timeout_s=PATIENCE_S
+        )
 
     def begin_weight_update(self, version: int, meta: list[TensorMeta], inflight: bool) -> None:
         pass

@@ -12,6 +12,7 @@ from teacher.wire import protocol
 from teacher.wire.auth import ServerKeys
 from teacher.wire.messages import Message, Score, ScoreReply
 from teacher.wire.sockets import CLIENT_HEARTBEAT, make_socket
+from tests._support.waiting import PATIENCE_S
 
 M = TypeVar("M", bound=Message)
 
@@ -42,7 +43,7 @@ class ScriptedService:
     def close(self) -> None:
         self.context.destroy(linger=0)
 
-    def receive(self, kind: type[M], timeout_s: float = 5.0) -> M:
+    def receive(self, kind: type[M], timeout_s: float = PATIENCE_S) -> M:
         message = self.receive_any(timeout_s)
         assert isinstance(message, kind), message
         return message

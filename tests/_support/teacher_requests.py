@@ -11,6 +11,7 @@ import zmq
 from teacher.records import TeacherSequence
 from teacher.wire import protocol
 from teacher.wire.messages import Message, Probe, Score
+from tests._support.waiting import PATIENCE_S
 
 
 def make_sequence(*token_ids: int, prompt_len: int = 1) -> TeacherSequence:
@@ -29,7 +30,7 @@ class RawPeer:
             self.socket.setsockopt(getattr(zmq, name), value)
         self.socket.connect(f"tcp://127.0.0.1:{port}")
 
-    def submit(self, request_id: int, sequences: list[TeacherSequence], timeout_s: float = 60.0) -> None:
+    def submit(self, request_id: int, sequences: list[TeacherSequence], timeout_s: float = PATIENCE_S) -> None:
         """Send a score request."""
         self.send(Score(request_id, timeout_s, sequences))
 
@@ -37,7 +38,7 @@ class RawPeer:
         """Send a message."""
         self.socket.send_multipart(protocol.encode(message))
 
-    def receive(self, timeout_s: float = 10.0) -> Message:
+    def receive(self, timeout_s: float = PATIENCE_S) -> Message:
         """Return the next message that is no probe, and fail the test at the deadline."""
         message = self.receive_or_none(timeout_s)
         assert message is not None, f"no message within {timeout_s} s"

@@ -16,6 +16,7 @@ from typing import Any
 from teacher.proxy import Proxy
 from tests._support.qwen2 import random_qwen2, save_word_tokenizer
 from tests._support.repository import REPO
+from tests._support.waiting import PATIENCE_S
 
 VOCAB_SIZE = 96
 MAX_MODEL_LEN = 64
@@ -48,12 +49,14 @@ def running_proxy(frontend_port: int = 0, backend_port: int = 0, **settings: Any
         yield proxy
     finally:
         stop.set()
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE_S)
         assert not thread.is_alive()
         stop.close()
 
 
-def run_script(name: str, *flags: str, timeout_s: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    name: str, *flags: str, timeout_s: float = PATIENCE_S, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script of the teacher service and return its exit status and output.
 
     Args:

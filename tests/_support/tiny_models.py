@@ -23,6 +23,7 @@ from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample, random_top_k
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.data.sharding import shard_batch
+from tests._support.waiting import PATIENCE_S
 
 DEVICE = os.environ.get("GKD_TEST_DEVICE", "cpu")
 """Device of the actors of :func:`make_config`; ``cuda`` with a simulated GPU, see ``tests/gpu_paths``."""
@@ -166,7 +167,9 @@ def packed_logits(actor: Any, samples: Sequence[Sample]) -> Tensor | None:
         attention=actor.backend.attention,
     )
     with patches.on_host(), torch.no_grad():
-        reports = run_micro_batches(actor.backend.model, plan, gather_logits, gkd=gkd, timeout_s=60, forward_only=True)
+        reports = run_micro_batches(
+            actor.backend.model, plan, gather_logits, gkd=gkd, timeout_s=PATIENCE_S, forward_only=True
+        )
     return reports[0]["sums"]["logits"] if reports else None
 
 

@@ -18,6 +18,7 @@ import pytest
 from tests._support.ports import free_port
 from tests._support.qwen2 import random_qwen2
 from tests._support.teacher_service import run_script
+from tests._support.waiting import PATIENCE_S
 
 RUN_ID_VARIABLE = "RECIPE_GKD_TEST_RUN"
 """Environment variable of all processes of a run. Its value identifies the run."""
@@ -30,7 +31,7 @@ FULL_OBJECTIVE = (
 )
 """Overrides for all loss terms: distillation, a policy loss on rewards, and cross-entropy on reference responses."""
 
-SCRIPT_TIMEOUT_S = 150.0
+SCRIPT_TIMEOUT_S = PATIENCE_S
 
 
 def processes_of_run(run_id: str) -> list[str]:
@@ -65,7 +66,7 @@ class Run:
     status: int | None = None
     started: float = field(default_factory=time.monotonic)
 
-    def finish(self, timeout_s: float = 240) -> Run:
+    def finish(self, timeout_s: float = PATIENCE_S) -> Run:
         """Wait for the end of the run, and return this object. After ``timeout_s`` kill all processes of the run."""
         try:
             self.output, _ = self.process.communicate(timeout=timeout_s)
@@ -89,7 +90,7 @@ class Run:
         path = self.folder / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def await_step(self, step: int, timeout_s: float = 200) -> None:
+    def await_step(self, step: int, timeout_s: float = PATIENCE_S) -> None:
         """Wait until ``step`` lines of metrics exist. Fail the test if the run ends before or exceeds ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while len(self.metrics) < step:
@@ -97,7 +98,7 @@ class Run:
                 pytest.fail(f"the run did not reach step {step}:\n{self.finish(1).output}")
             time.sleep(0.2)
 
-    def leftovers(self, timeout_s: float = 10) -> list[str]:
+    def leftovers(self, timeout_s: float = 60) -> list[str]:
         """Return processes and temporary files of the run that still exist after at most ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while (remaining := self._remaining()) and time.monotonic() < deadline:

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from tests._support.ports import free_port
+from tests._support.waiting import PATIENCE_S
 
 Run = Callable[..., Any]
-JOB_TIMEOUT_S = 120
+JOB_TIMEOUT_S = PATIENCE_S
 
 
 @pytest.fixture(scope="module")

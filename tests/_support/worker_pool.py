@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from tests._support.ports import free_port
+from tests._support.waiting import PATIENCE_S
 
 Job = Callable[..., Any]
 
@@ -32,7 +33,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
-    def run(self, world_size: int, job: Job, *args: Any, timeout_s: float = 90) -> list[Any]:
+    def run(self, world_size: int, job: Job, *args: Any, timeout_s: float = PATIENCE_S) -> list[Any]:
         """Run a job on ``world_size`` ranks and return the results by rank.
 
         A failure or a timeout kills all processes of the pool, because other ranks may wait for the failed one.

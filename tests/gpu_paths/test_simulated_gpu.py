@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from recipe_gkd.commands.gpu_smoke.isolation import last_lines, run_with_deadline
+from tests._support.waiting import PATIENCE_S
 from tests.gpu_paths import simulated_gpu
 from tests.gpu_paths.simulated_gpu.build import compiler
 
@@ -90,37 +91,33 @@ def run_pytest(*selected: str, excluded: tuple[str, ...] = (), timeout_s: float)
         return Counter(passed=int(suite.attrib["tests"]) - n_skipped, skipped=n_skipped)
 
 
-@pytest.mark.timeout(280)
 def test_selected_tests_pass() -> None:
-    counts = run_pytest(*SELECTED, *UNIT, timeout_s=260)
+    counts = run_pytest(*SELECTED, *UNIT, timeout_s=PATIENCE_S)
     assert counts["passed"] >= 100
     assert counts["skipped"] <= 10  # they need Transformer Engine, or several GPUs
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(620)
 def test_all_tests_of_the_actor_pass() -> None:
-    counts = run_pytest(ACTOR, excluded=tuple(f"{ACTOR}/{name}" for name in ON_CPU_ONLY), timeout_s=600)
+    counts = run_pytest(ACTOR, excluded=tuple(f"{ACTOR}/{name}" for name in ON_CPU_ONLY), timeout_s=PATIENCE_S)
     assert counts["passed"] >= 190
     assert counts["skipped"] <= 10
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(320)
 def test_dead_receiver_over_nccl_is_an_error() -> None:
     test = "tests/integration/weight_sync/test_nccl_gpu.py::test_dead_receiver_is_an_error_and_the_sender_continues"
-    assert run_pytest(test, timeout_s=300) == Counter(passed=2, skipped=0)
+    assert run_pytest(test, timeout_s=PATIENCE_S) == Counter(passed=2, skipped=0)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(320)
 def test_gpu_smoke_passes() -> None:
     """The layers and losses use the Triton kernels, in Triton's interpreter."""
     with tempfile.TemporaryDirectory(prefix="simulated-gpu-") as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log")
         command = [sys.executable, "-m", "recipe_gkd", "gpu_smoke", "--device", "cuda", "--json", str(result)]
         variables = simulated_gpu.environment() | {"TRITON_INTERPRET": "1"}
-        run_with_deadline([*command, "--only", *SMOKE_CHECKS], variables=variables, log=log, deadline_s=300)
+        run_with_deadline([*command, "--only", *SMOKE_CHECKS], variables=variables, log=log, deadline_s=PATIENCE_S)
         found = {check["name"]: check["status"] for check in json.loads(result.read_text())["checks"]}
         expected = dict.fromkeys(SMOKE_CHECKS, "passed") | {"machine": "FAILED"}  # torch is built for CPUs
         assert found == expected, "\n".join(last_lines(log, 80))

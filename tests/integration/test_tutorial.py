@@ -12,6 +12,7 @@ import pytest
 
 from tests._support.ports import free_port
 from tests._support.repository import REPO
+from tests._support.waiting import PATIENCE_S
 
 PAGE = REPO / "docs/tutorial.md"
 FOLDER = "outputs/tutorial"
@@ -27,7 +28,6 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_tutorial_on_a_cpu_trains_exports_and_uses_a_student(tmp_path: Path) -> None:
     ports = free_port(), free_port()
     [configuration] = blocks("yaml")
@@ -45,7 +45,7 @@ def test_tutorial_on_a_cpu_trains_exports_and_uses_a_student(tmp_path: Path) -> 
             script.write_text(block.replace(FOLDER, str(tmp_path)), encoding="utf-8")
             assert RESPONSE.search(run([sys.executable, str(script)], ports))
     finally:
-        subprocess.run(["bash", "-c", stop], cwd=REPO, check=False, timeout=60)
+        subprocess.run(["bash", "-c", stop], cwd=REPO, check=False, timeout=PATIENCE_S)
 
 
 def run(command: list[str], ports: tuple[int, int]) -> str:
@@ -58,7 +58,7 @@ def run(command: list[str], ports: tuple[int, int]) -> str:
         "PROXY_BACKEND_PORT": str(ports[1]),
     }
     done = subprocess.run(
-        command, cwd=REPO, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600
+        command, cwd=REPO, env={**os.environ, **variables}, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert not done.returncode, f"{command[-1]}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout

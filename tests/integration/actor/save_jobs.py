@@ -33,6 +33,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointError, GkdError
 from tests._support.tiny_models import packed_logits, started, update, without_empty
+from tests._support.waiting import PATIENCE_S
 
 SHORT_COLLECTIVE_TIMEOUT_S = 3
 
@@ -181,7 +182,7 @@ def save_with_faults(
             failures.append(failure)
             assert not psutil.Process().children(), "no writer process may remain"
             assert actor.finish_saves()
-        actor.writer.timeout_s = 60.0
+        actor.writer.timeout_s = PATIENCE_S
         actor.save_checkpoint(path / "good")
         actor.finish_saves()
         return failures
@@ -278,6 +279,6 @@ def save_hf_with_faults(rank: int, world_size: int, port: int, config: Config, p
                 actor.save_hf(path)
             errors.append(caught.value)
             assert not psutil.Process().children() and not path.exists()
-        actor.writer.timeout_s = 60.0
+        actor.writer.timeout_s = PATIENCE_S
         actor.save_hf(path)
     return errors

@@ -16,8 +16,6 @@ from tests._support.tiny_models import ACTOR, VOCAB, make_config, make_samples, 
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs, save_jobs
 
-pytestmark = pytest.mark.timeout(150)
-
 FIRST, SECOND = make_samples(6), make_samples(6, seed=1)
 ASYNC = f"{ACTOR}.checkpoint.async_save=true"
 DECAY = f"{ACTOR}.optim.lr_decay_style=linear"

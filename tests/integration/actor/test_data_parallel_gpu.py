@@ -14,7 +14,7 @@ from tests.integration.actor import jobs, save_jobs
 from tests.integration.actor.reference import assert_metrics, assert_weights
 from tests.integration.actor.test_layouts import BATCHES, reference
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 ON_GPU = ["trainer.device=cuda", f"{MEGATRON}.transformer_impl=local"]
 
@@ -31,7 +31,7 @@ def test_overlapped_training_in_float32_equals_reference(
     needs_gpus(2)
     want_metrics, want_weights, _ = reference(folders["qwen2"])
     config = make_config(folders["qwen2"], *overrides, *ON_GPU, ranks=2)
-    metrics, weights = pool.run(2, jobs.train_on_device, config, BATCHES, timeout_s=200)[0]
+    metrics, weights = pool.run(2, jobs.train_on_device, config, BATCHES)[0]
     assert_metrics(metrics, want_metrics)
     assert_weights(weights, want_weights)
 
@@ -40,6 +40,6 @@ def test_overlapped_training_in_float32_equals_reference(
 def test_resume_repeats_next_step(ranks: int, pool: WorkerPool, folders: dict[str, Path], tmp_path: Path) -> None:
     needs_gpus(ranks)
     config = make_config(folders["qwen2"], *ON_GPU, ranks=ranks)
-    for want, found in pool.run(ranks, save_jobs.repeat_update, config, *BATCHES, tmp_path / "ckpt", timeout_s=200):
+    for want, found in pool.run(ranks, save_jobs.repeat_update, config, *BATCHES, tmp_path / "ckpt"):
         for key in ("actor/kl_loss", "actor/grad_norm"):
             assert [step[key] for step in found] == pytest.approx([step[key] for step in want], rel=1e-5), key

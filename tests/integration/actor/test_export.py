@@ -19,9 +19,8 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from tests._support.repository import REPO
 from tests._support.tiny_models import ACTOR, MEGATRON, make_config, make_samples, started, update
+from tests._support.waiting import PATIENCE_S
 from tests._support.worker_pool import WorkerPool
-
-pytestmark = pytest.mark.timeout(200)
 
 FSDP = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype=bfloat16"]
 RUNS: dict[str, tuple[str, int, list[str]]] = {
@@ -70,7 +69,9 @@ def export(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the command in a separate process."""
     command = [sys.executable, "-m", "recipe_gkd", "export", *map(str, arguments)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE"))}
-    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

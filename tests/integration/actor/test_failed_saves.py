@@ -15,8 +15,6 @@ from tests._support.tiny_models import ACTOR, make_config, make_samples
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import save_jobs
 
-pytestmark = pytest.mark.timeout(150)
-
 FIRST, SECOND = make_samples(6), make_samples(6, seed=1)
 REASONS = {
     "file too large": "File too large",

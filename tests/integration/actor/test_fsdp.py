@@ -16,8 +16,6 @@ from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
 from tests.integration.actor.reference import assert_metrics, assert_weights, reference_training
 
-pytestmark = pytest.mark.timeout(150)
-
 FSDP = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype=float32"]
 BATCHES = [make_samples(9, seed=seed) for seed in range(5)]
 SETTINGS: dict[str, tuple[str, int, list[str]]] = {

@@ -21,8 +21,6 @@ from tests.integration.actor.plain_objectives import divergence_of
 from tests.integration.actor.reference import assert_metrics, assert_weights, reference_training
 from tests.integration.actor.test_objectives import make_batch
 
-pytestmark = pytest.mark.timeout(150)
-
 FSDP = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype=float32", "gkd.fuse_lm_head=true"]
 LAYOUTS = {
     "data 2, small micro-batches": (2, [f"{ACTOR}.max_token_len=16"]),

@@ -17,7 +17,6 @@ from tests.integration.actor.test_layouts import BATCHES, reference
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 
@@ -29,7 +28,7 @@ class TestTrainingOnGpu:
     ) -> None:
         want_metrics, want_weights, _ = reference(folders[kind])
         config = make_config(folders[kind], "trainer.device=cuda", f"{MEGATRON}.transformer_impl=local")
-        [(metrics, weights)] = pool.run(1, jobs.train_on_device, config, BATCHES, timeout_s=200)
+        [(metrics, weights)] = pool.run(1, jobs.train_on_device, config, BATCHES)
         assert_metrics(metrics, want_metrics)
         assert_weights(weights, want_weights)
 
@@ -42,7 +41,7 @@ class TestTrainingOnGpu:
             pytest.skip("needs Transformer Engine")
         want_metrics, _, _ = reference(folders[kind])
         config = make_config(folders[kind], BF16, "trainer.device=cuda", f"{MEGATRON}.transformer_impl={impl}")
-        [(metrics, _)] = pool.run(1, jobs.train_on_device, config, BATCHES, timeout_s=200)
+        [(metrics, _)] = pool.run(1, jobs.train_on_device, config, BATCHES)
         for one, other in zip(metrics, want_metrics, strict=True):
             assert one["actor/kl_loss"] == pytest.approx(other["actor/kl_loss"], rel=1e-2)
             assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=3e-2)

@@ -40,8 +40,6 @@ from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
 from tests.integration.actor.reference import assert_metrics, assert_weights, reference_training
 
-pytestmark = pytest.mark.timeout(150)
-
 BATCHES = [make_samples(9), make_samples(9, seed=1)]
 PADDED_VOCAB = 128
 N_TOKENS = 80

@@ -17,8 +17,6 @@ from tests.integration.actor.reference import assert_metrics, assert_weights
 from tests.integration.actor.test_checkpoint import FIRST, SECOND
 from tests.integration.actor.test_layouts import BATCHES, reference
 
-pytestmark = pytest.mark.timeout(150)
-
 LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
     "one process": ("qwen3_moe", 1, []),
     "one process, shared expert": ("qwen2_moe", 1, []),

@@ -26,8 +26,6 @@ from tests.integration.actor.plain_objectives import plain_objective
 from tests.integration.actor.reference import reference_training
 from tests.integration.actor.test_layouts import assert_metrics, assert_weights
 
-pytestmark = pytest.mark.timeout(150)
-
 SEQUENCE_MEAN = "gkd.loss_agg_mode=seq-mean-token-mean"
 FUSED = "gkd.fuse_lm_head=true"
 RL = ["gkd.use_rl_loss=true", "gkd.rl_loss_coef=0.7", "custom_reward_function.path=reward.py",

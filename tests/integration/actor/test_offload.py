@@ -19,8 +19,6 @@ from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import offload_jobs
 from tests.integration.actor.offload_jobs import STATES, Result
 
-pytestmark = pytest.mark.timeout(150)
-
 BATCHES = [make_samples(6, seed=seed) for seed in range(3)]
 ASYNC = f"{ACTOR}.checkpoint.async_save=true"
 FSDP_CONFIG = f"{ACTOR}.fsdp_config"
@@ -208,7 +206,7 @@ class TestOnGpu:
         for number, states in enumerate(((), STATES)):
             config = make_config(folders["qwen2"], *overrides, *deterministic, *offloads(overrides, states))
             path = tmp_path / str(number)
-            results.append(pool.run(1, offload_jobs.train, config, BATCHES, path, timeout_s=200)[0])
+            results.append(pool.run(1, offload_jobs.train, config, BATCHES, path)[0])
         assert_equal(results[1], results[0])
 
     @pytest.mark.gpu
@@ -218,7 +216,7 @@ class TestOnGpu:
     ) -> None:
         options = ["trainer.device=cuda", f"{MEGATRON}.transformer_impl=local", *offloads(overrides, STATES)]
         config = make_config(larger_folder, *overrides, *options)
-        drops = pool.run(1, offload_jobs.measure_gpu_memory, config, BATCHES[0], timeout_s=200)[0]
+        drops = pool.run(1, offload_jobs.measure_gpu_memory, config, BATCHES[0])[0]
         assert {"params", "optimizer"} <= set(drops)  # FSDP has no gradients outside of an update
         for state, (n_bytes, drop, is_pinned) in drops.items():
             assert drop >= n_bytes and is_pinned, state

@@ -26,8 +26,6 @@ from tests.integration.actor.memory_jobs import (
 )
 from tests.integration.actor.reference import assert_weights
 
-pytestmark = pytest.mark.timeout(150)
-
 STRATEGIES = {
     "megatron": [],
     "fsdp": [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype=float32", f"{ACTOR}.fsdp_config.fsdp_size=1"],

@@ -58,7 +58,7 @@ def test_estimate_is_within_15_percent_of_measured_memory(
     pool = WorkerPool()  # a separate one, because earlier jobs leave memory that the measured one would use again
     try:
         tiny_batch = make_full_batch(64, 2, vocab=256, top_k=8)
-        (measured,) = pool.run(1, measure_update, tiny, tiny_batch, config, batch, timeout_s=120)
+        (measured,) = pool.run(1, measure_update, tiny, tiny_batch, config, batch)
     finally:
         pool.close()
     (parts,) = (dict(each.parts) for each in estimate_run(config, "cpu", None).pools if each.name == "actor")

@@ -16,8 +16,6 @@ from tests._support.tiny_models import MEGATRON, TOP_K, make_config, make_folder
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
 
-pytestmark = pytest.mark.timeout(120)
-
 VALID = [sample for sample in without_empty(make_samples(6)) if jobs.POISONED_TOKEN not in sample.token_ids]
 LOGPS, IDS = np.full((2, TOP_K), -3.0), np.tile(np.arange(TOP_K), (2, 1))
 POISONED = make_sample(1234, [3, jobs.POISONED_TOKEN], [4, 5], LOGPS, IDS)

@@ -13,8 +13,7 @@ import pytest
 import ray
 
 from recipe_gkd.actor.checkpoint.writer_process import WriterProcess
-
-pytestmark = pytest.mark.timeout(120)
+from tests._support.waiting import PATIENCE_S
 
 
 def _actor_class() -> Any:
@@ -37,12 +36,12 @@ def _actor_class() -> Any:
 
 def test_writer_outlives_forking_thread_but_not_actor(ray_session: Any) -> None:
     actor = _actor_class().options(num_cpus=0).remote()
-    actor_pid, writer_pid = ray.get(actor.start.remote(), timeout=60)
+    actor_pid, writer_pid = ray.get(actor.start.remote(), timeout=PATIENCE_S)
     training = actor.train.remote()
     writer = psutil.Process(writer_pid)
     with pytest.raises(psutil.TimeoutExpired):
         writer.wait(timeout=2)
     os.kill(actor_pid, signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(training, timeout=20)
-    writer.wait(timeout=60)
+        ray.get(training, timeout=PATIENCE_S)
+    writer.wait(timeout=PATIENCE_S)

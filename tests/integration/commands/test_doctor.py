@@ -14,7 +14,7 @@ import pytest
 
 from recipe_gkd.addition.task import make_splits, write_parquet
 from tests._support.training_command import RUN_ID_VARIABLE, Teacher, make_model, processes_of_run, running_teacher
-from tests._support.waiting import wait_until
+from tests._support.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -38,13 +38,13 @@ def test_healthy_run_passes_all_live_checks(tmp_path: Path, teacher: Teacher, ov
         "data.max_prompt_length=16",
         "data.max_response_length=12",
         f"actor_rollout_ref.model.path={make_model(tmp_path / 'student', seed=1)}",
-        "actor_rollout_ref.nccl_timeout=30",
+        "actor_rollout_ref.nccl_timeout=60",
         "actor_rollout_ref.actor.megatron.dtype=float32",
         "actor_rollout_ref.rollout.dtype=float32",
         "actor_rollout_ref.rollout.kv_cache_memory_megabytes=32",
         f"actor_rollout_ref.teacher.server_port={teacher.port}",
         "trainer.device=cpu",
-        "trainer.startup_timeout_s=120",
+        "trainer.startup_timeout_s=600",
         f"trainer.default_local_dir={folder}",
         "ray_init.num_cpus=2",
         *overrides,
@@ -54,7 +54,7 @@ def test_healthy_run_passes_all_live_checks(tmp_path: Path, teacher: Teacher, ov
         env=os.environ | {RUN_ID_VARIABLE: run_id},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE_S,
         check=False,
         cwd=tmp_path,
     )

@@ -96,7 +96,7 @@ def start_trainer(
             "rollout.n_gpus_per_node=2",
             "trainer.save_freq=-1",
             f"trainer.default_local_dir={tmp_path}/run",
-            "trainer.startup_timeout_s=240",
+            "trainer.startup_timeout_s=600",
             "trainer.logger=[jsonl]",
             *overrides,
         )

@@ -19,6 +19,7 @@ from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime import process_trees
 from recipe_gkd.trainer import Trainer
 from teacher.common.process_id import ProcessId, is_alive
+from tests._support.waiting import PATIENCE_S
 
 DEADLINE_S = 8.0
 """Deadline of all calls to workers. A call takes less than 1 s on an idle machine."""
@@ -47,7 +48,7 @@ async def inject(group: WorkerGroup[FaultyActor], rank: int, point: str, number:
         number: Number of the signal.
         call: Call of that function that sends the signal. The first one is 1.
     """
-    return await group.call_one(rank, FaultyActor.inject, point, number, call, timeout_s=20, phase="inject")
+    return await group.call_one(rank, FaultyActor.inject, point, number, call, timeout_s=PATIENCE_S, phase="inject")
 
 
 def inject_here(point: str, number: int, call: int) -> int:

@@ -11,8 +11,6 @@ from recipe_gkd.trainer import Trainer
 from tests._support.errors import culprits
 from tests.integration.faults.faulty import TrainerFactory, inject
 
-pytestmark = pytest.mark.timeout(400)
-
 TWO_RANKS = (
     "trainer.n_gpus_per_node=2",
     "rollout.n_gpus_per_node=1",

@@ -13,8 +13,6 @@ from tests._support.errors import culprits
 from tests._support.processes import is_running
 from tests.integration.faults.faulty import Census, TrainerFactory, inject
 
-pytestmark = pytest.mark.timeout(400)
-
 HYBRID = (
     "actor_rollout_ref.hybrid_engine=true",
     "trainer.scheduler=sync",
@@ -58,7 +56,6 @@ def test_fit_names_the_worker_that_was_killed_in_a_phase(start_trainer: TrainerF
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # Four engines are started.
 def test_killed_engines_are_replaced_and_no_prompt_is_lost(start_trainer: TrainerFactory, census: Census) -> None:
     killed: list[int] = []
 

@@ -13,8 +13,6 @@ from tests._support.engine_faults import scale_rope
 from tests._support.errors import raises
 from tests.integration.faults.faulty import TrainerFactory
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.mark.parametrize(
     ("scheduler", "source"),

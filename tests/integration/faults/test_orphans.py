@@ -16,6 +16,7 @@ from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from tests._support.errors import raises
 from tests._support.processes import is_running
+from tests._support.waiting import PATIENCE_S
 
 
 class Parent:
@@ -43,18 +44,18 @@ def test_children_of_a_killed_worker_end_before_its_successor_starts(ray_session
 
     async def kill_parent(group: WorkerGroup) -> int:
         """Kill the worker and return its child, which still runs."""
-        pid, child = await group.call_one(0, Parent.pids, timeout_s=30, phase="look")
+        pid, child = await group.call_one(0, Parent.pids, timeout_s=PATIENCE_S, phase="look")
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
-            await group.call(Parent.pids, timeout_s=30, phase="look")
+            await group.call(Parent.pids, timeout_s=PATIENCE_S, phase="look")
         assert is_running(child)
         children.append(child)
         return int(child)
 
     async def scenario() -> None:
         group = WorkerGroup("rollout", [start(0)])
-        restarts = RolloutRestarts(group, start, allowed=1, timeout_s=30)
-        await group.call(Parent.setup, timeout_s=30, phase="start")
+        restarts = RolloutRestarts(group, start, allowed=1, timeout_s=PATIENCE_S)
+        await group.call(Parent.setup, timeout_s=PATIENCE_S, phase="start")
         await restarts.record_processes([0])
         await kill_parent(group)
         await restarts.replace_dead()
@@ -91,20 +92,20 @@ def test_worker_whose_replacement_was_canceled_is_replaced_again_with_its_proces
 
     async def scenario() -> None:
         group = WorkerGroup("rollout", [start(0)])
-        restarts = RolloutRestarts(group, start, allowed=1, timeout_s=30)
-        await group.call(Parent.setup, timeout_s=30, phase="start")
+        restarts = RolloutRestarts(group, start, allowed=1, timeout_s=PATIENCE_S)
+        await group.call(Parent.setup, timeout_s=PATIENCE_S, phase="start")
         await restarts.record_processes([0])
         first = group.handles[0]
         ray.kill(first)
         replacing = asyncio.ensure_future(restarts.replace_dead(WorkerDied("killed")))
         while group.handles[0] is first:
             await asyncio.sleep(0.01)
-        interrupted = await group.call_one(0, Parent.pids, timeout_s=30, phase="look")
+        interrupted = await group.call_one(0, Parent.pids, timeout_s=PATIENCE_S, phase="look")
         replacing.cancel()
         await asyncio.wait([replacing])
         await restarts.replace_dead()
         assert restarts.n_restarts == 1 and not any(map(is_running, interrupted))
-        assert all(map(is_running, (await group.call(Parent.pids, timeout_s=30, phase="look"))[0]))
+        assert all(map(is_running, (await group.call(Parent.pids, timeout_s=PATIENCE_S, phase="look"))[0]))
         await restarts.kill_orphans()
         await group.stop(timeout_s=5)
 

@@ -17,8 +17,6 @@ from tests._support.errors import culprits
 from tests._support.processes import is_running
 from tests.integration.faults.faulty import Census, TrainerFactory, inject
 
-pytestmark = pytest.mark.timeout(400)
-
 STOP, KILL = signal.SIGSTOP, signal.SIGKILL
 
 
@@ -70,7 +68,6 @@ def test_stopped_and_killed_workers_are_replaced_without_losing_prompts(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # An engine of two tensor-parallel ranks starts three times.
 def test_worker_with_a_killed_tensor_rank_is_replaced_without_losing_prompts(
     start_trainer: TrainerFactory, census: Census
 ) -> None:

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests._support.repository import REPO
+from tests._support.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 
 def test_benchmark_on_cpu_measures_every_section(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     command = [sys.executable, str(REPO / "benchmarks/gpu.py"), "--device", "cpu", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     rows = {name: section["rows"] for name, section in found["sections"].items()}

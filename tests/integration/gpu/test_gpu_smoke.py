@@ -44,7 +44,6 @@ def test_fast_checks_on_cpu_pass(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_all_checks_on_cpu_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = mkdtemp(prefix="t_")  # pytest's folder is too long for the sockets of an engine's ranks
     monkeypatch.setattr(gpu_smoke.command, "mkdtemp", lambda **_: folder)  # type: ignore[attr-defined]

@@ -18,8 +18,7 @@ import pytest
 
 from tests._support.dockerfile import docker_instructions
 from tests._support.repository import REPO
-
-pytestmark = pytest.mark.timeout(200)
+from tests._support.waiting import PATIENCE_S
 
 ABSOLUTE = re.compile(r"(?<![\w.$}/])/(?=[a-z])")
 VENV = Path("opt/venv")
@@ -46,7 +45,7 @@ class Image:
         """Run a command with the variables of the image, and return what it prints."""
         environment = self.variables if variables is None else variables
         done = subprocess.run(
-            command, cwd=folder or self.workdir, env=environment, capture_output=True, text=True, timeout=100,
+            command, cwd=folder or self.workdir, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
             check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

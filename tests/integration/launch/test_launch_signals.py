@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests._support.repository import REPO
-from tests._support.waiting import wait_until
-
-pytestmark = pytest.mark.timeout(60)
+from tests._support.waiting import PATIENCE_S, wait_until
 
 TRAINING = """#!/bin/bash
 # A stub for Python. As a training it ends half a second after a signal, like one that saves a checkpoint.
@@ -88,7 +86,7 @@ def start(checkout: Path) -> Iterator[Start]:
     yield start
     for script in scripts:
         script.kill()
-        script.wait(timeout=60)
+        script.wait(timeout=PATIENCE_S)
     for event in events(checkout):
         if event.removeprefix("training ").isdigit() and Path(f"/proc/{event.split()[1]}").exists():
             os.kill(int(event.split()[1]), signal.SIGKILL)
@@ -106,7 +104,7 @@ def test_signal_ends_training_then_teacher(script: str, name: str, saved: bool, 
     running = start(script, **({"SAVED": "75"} if saved else {}))
     number = signal.Signals[f"SIG{name}"]
     running.send_signal(number)
-    assert running.wait(timeout=60) == (75 if saved else 128 + number)
+    assert running.wait(timeout=PATIENCE_S) == (75 if saved else 128 + number)
     (helper,) = [event.split()[1] for event in events(checkout) if event.startswith("helper ")]
     wait_until(lambda: not Path(f"/proc/{helper}").exists())
     after = events(checkout)[events(checkout).index("teacher started") + 1 :]
@@ -118,7 +116,7 @@ def test_ctrl_c_reaches_training_once(script: str, start: Start, checkout: Path)
     """A terminal sends the signal to the whole process group of the script."""
     running = start(script)
     os.killpg(running.pid, signal.SIGINT)
-    assert running.wait(timeout=60) == 130
+    assert running.wait(timeout=PATIENCE_S) == 130
     assert events(checkout)[-3:] == ["training got INT", "training ended", "teacher stopped"]
 
 
@@ -127,7 +125,7 @@ def test_second_signal_reaches_training(start: Start, checkout: Path) -> None:
     running.terminate()
     wait_until(lambda: "training got TERM" in events(checkout))
     running.terminate()
-    assert running.wait(timeout=60) == 3
+    assert running.wait(timeout=PATIENCE_S) == 3
     assert events(checkout)[-2:] == ["training got TERM again", "teacher stopped"]
 
 
@@ -135,7 +133,7 @@ def test_second_signal_reaches_training(start: Start, checkout: Path) -> None:
 def test_failed_teacher_start_does_not_stop_teacher(script: str, start: Start, checkout: Path) -> None:
     """The service in the folder then belongs to another script."""
     running = start(script, until="teacher started", START_STATUS="7")
-    assert running.wait(timeout=60) == 7
+    assert running.wait(timeout=PATIENCE_S) == 7
     assert events(checkout)[-1] == "teacher started"
 
 
@@ -148,7 +146,13 @@ def test_fresh_quickstart_does_not_affect_running_one(start: Start, checkout: Pa
 
     def fresh(**variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, cwd=checkout, env=environment | variables, capture_output=True, text=True, timeout=30, check=False
+            command,
+            cwd=checkout,
+            env=environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
 
     before = events(checkout)
@@ -158,7 +162,7 @@ def test_fresh_quickstart_does_not_affect_running_one(start: Start, checkout: Pa
     )
     assert kept.exists() and events(checkout) == before and running.poll() is None
     running.terminate()
-    running.wait(timeout=60)
+    running.wait(timeout=PATIENCE_S)
     (checkout / "link").symlink_to("outputs/q")
     for folder in ("outputs/q", "link"):
         kept.touch()
@@ -176,7 +180,7 @@ def test_fresh_keeps_folder_without_lock_file(checkout: Path) -> None:
         env=os.environ | {"QUICKSTART_DIR": str(home)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert refused.returncode == 1 and "not created by a quickstart; --fresh removes nothing" in refused.stderr
@@ -207,7 +211,9 @@ run_foreground --cleanup 'echo cleanup' true
 kill -s {name} $$
 echo went on
 """
-    done = subprocess.run(["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert (done.returncode, done.stdout) == (128 + signal.Signals[f"SIG{name}"], "cleanup\n")
 
 
@@ -220,7 +226,9 @@ cleanup() {
 }
 run_foreground --cleanup cleanup true
 """
-    done = subprocess.run(["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "handled\ncleanup\n", "")
 
 
@@ -233,7 +241,9 @@ set() { builtin set "$@"; [ "$1" != +m ] || builtin kill -s TERM $$; }
 kill() { echo "$@"; builtin kill "$@"; }
 run_foreground sleep 20
 """
-    done = subprocess.run(["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == 143
     to_command, to_group = done.stdout.splitlines()
     assert to_command.startswith("-s TERM -- ") and to_group.startswith("-s TERM -- -")

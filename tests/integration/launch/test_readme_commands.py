@@ -17,9 +17,10 @@ import pytest
 
 from tests._support.ports import free_port
 from tests._support.repository import REPO
+from tests._support.waiting import PATIENCE_S
 from tests.unit.test_doc_commands import commands_of, split_variables
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 README = REPO / "README.md"
 STEPS = 4
@@ -36,7 +37,7 @@ ON_CPU = [
 ]
 
 
-def run(*command: str, timeout_s: float = 400, **variables: str) -> str:
+def run(*command: str, timeout_s: float = PATIENCE_S, **variables: str) -> str:
     """Run a command in the repository, and return its output."""
     done = subprocess.run(
         command,
@@ -135,7 +136,7 @@ def test_teacher_and_training_of_the_gpu_block_run_on_a_cpu(quickstart: Path, tm
                 arguments = [sys.executable, *arguments[1:], *training]
             outputs.append(run(*arguments, **(environment | variables)))
     finally:
-        subprocess.run(["bash", "teacher/stop_server.sh"], cwd=REPO, env=os.environ | environment, timeout=60)
+        subprocess.run(["bash", "teacher/stop_server.sh"], cwd=REPO, env=os.environ | environment, timeout=PATIENCE_S)
     assert f"step {STEPS}/{STEPS}" in outputs[1]
 
 

@@ -14,14 +14,13 @@ import ray
 
 from tests._support.ports import free_port
 from tests._support.repository import REPO
-from tests._support.waiting import wait_until
+from tests._support.waiting import PATIENCE_S, wait_until
 from tests.integration.launch import fake_slurm
 
 SCRIPT = REPO / "launch" / "slurm.sbatch"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_job_of_two_nodes_is_saved_and_requeued(tmp_path: Path) -> None:
     fake_slurm.install(tmp_path, sys.executable)
     job_id = str(os.getpid())
@@ -42,13 +41,13 @@ def test_job_of_two_nodes_is_saved_and_requeued(tmp_path: Path) -> None:
         with output.open("w") as file:
             command = ["bash", str(SCRIPT), "--config-name", "quickstart", "gkd.beta=0.5"]
             job = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
-        wait_until(lambda: job.poll() is not None or "tasks ran on" in events.read_text(), timeout_s=150)
+        wait_until(lambda: job.poll() is not None or "tasks ran on" in events.read_text())
         assert "tasks ran on 2 nodes" in events.read_text(), output.read_text()
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(60) == 75, output.read_text()
+        assert job.wait(PATIENCE_S) == 75, output.read_text()
     finally:
         job.terminate()
-        job.wait(30)
+        job.wait(PATIENCE_S)
         shutil.rmtree(f"/tmp/ray_{job_id}", ignore_errors=True)
     lines = events.read_text().splitlines()
     address = f"{ray.util.get_node_ip_address()}:{environment['RAY_PORT']}"

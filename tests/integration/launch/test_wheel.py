@@ -12,8 +12,9 @@ import pytest
 
 from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES
 from tests._support.repository import REPO
+from tests._support.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def run(environment: Path, folder: Path, *command: str) -> str:
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(environment / "bin" / program), *arguments],
-        cwd=folder, env=variables, capture_output=True, text=True, timeout=100, check=False,
+        cwd=folder, env=variables, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

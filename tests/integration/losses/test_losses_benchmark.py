@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests._support.repository import REPO
+from tests._support.waiting import PATIENCE_S
 
 PROGRAM = REPO / "benchmarks" / "losses.py"
 
@@ -15,7 +16,7 @@ PROGRAM = REPO / "benchmarks" / "losses.py"
 @pytest.mark.slow
 def test_quick_benchmark_writes_all_keys(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), "--quick", "--repeats", "1", "--json", str(tmp_path / "figures.json")]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    subprocess.run(command, check=True, timeout=PATIENCE_S, capture_output=True)
     found = json.loads((tmp_path / "figures.json").read_text())
     for key in (
         "time_over_log_softmax",

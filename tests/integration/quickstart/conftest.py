@@ -7,6 +7,7 @@ import pytest
 
 from recipe_gkd.quickstart.models import RECIPES, Recipe, Role
 from recipe_gkd.quickstart.prepare import prepare
+from tests._support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="session")
@@ -22,5 +23,5 @@ def instant_recipes() -> dict[Role, Recipe]:
 def prepared(tmp_path_factory: pytest.TempPathFactory, instant_recipes: dict[Role, Recipe]) -> Path:
     """Return an output folder of `prepare` with untrained models."""
     out = tmp_path_factory.mktemp("quickstart")
-    prepare(out, seed=3, recipes=instant_recipes, timeout_s=120)
+    prepare(out, seed=3, recipes=instant_recipes, timeout_s=PATIENCE_S)
     return out

@@ -16,8 +16,7 @@ from recipe_gkd.errors import DeadlineError, ModelError
 from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES, Recipe, Role, greedy_accuracy
 from recipe_gkd.quickstart.prepare import RECORD, SIZES, prepare
 from tests._support.errors import raises
-
-pytestmark = pytest.mark.timeout(120)
+from tests._support.waiting import PATIENCE_S
 
 
 def _times(out: Path) -> dict[str, int]:
@@ -46,7 +45,7 @@ def test_prepare_again_replaces_only_an_incomplete_folder(prepared: Path, instan
     (prepared / "student" / "model.safetensors").write_bytes(b"half")
     (prepared / "student.partial").mkdir()
     (prepared / "student.partial" / "left_over").touch()
-    prepare(prepared, seed=3, recipes=instant_recipes, timeout_s=120)
+    prepare(prepared, seed=3, recipes=instant_recipes, timeout_s=PATIENCE_S)
     after = _times(prepared)
     assert after.pop("student") > before.pop("student")
     assert after == before
@@ -60,7 +59,7 @@ def test_prepare_model_outside_its_band_raises_without_its_folder(tmp_path: Path
     recipe = dataclasses.replace(RECIPES["student"], steps_between_evaluations=1, max_steps=1)
     others = set(multiprocessing.active_children())
     with raises(ModelError, path=tmp_path / "student") as caught:
-        prepare(tmp_path, recipes={"student": recipe}, timeout_s=100)
+        prepare(tmp_path, recipes={"student": recipe}, timeout_s=PATIENCE_S)
     assert isinstance(caught.value.__cause__, ModelError)
     assert not (tmp_path / "student").exists()
     assert set(multiprocessing.active_children()) <= others

@@ -21,6 +21,7 @@ from recipe_gkd.errors import DeadlineError, GkdError, ModelError, WorkerDied
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from tests._support.errors import raises
 from tests._support.processes import is_running
+from tests._support.waiting import PATIENCE_S
 
 
 class HangingWorker:
@@ -80,14 +81,14 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 def start(n: int) -> tuple[WorkerGroup, list[int]]:
     group = WorkerGroup("test", [ray.remote(num_cpus=0)(HangingWorker).remote() for _ in range(n)])
-    return group, run(group.call(HangingWorker.setup, timeout_s=60, phase="start"))
+    return group, run(group.call(HangingWorker.setup, timeout_s=PATIENCE_S, phase="start"))
 
 
 @pytest.fixture(scope="module")
 def hung(ray_session: None) -> Iterator[tuple[WorkerGroup, list[int], GkdError]]:
     """Yield the workers of :data:`HANGS`, their pids, and the error of the missed deadline."""
     group, pids = start(len(HANGS))
-    run(group.call_one(1, HangingWorker.with_child, timeout_s=20, phase="start"))
+    run(group.call_one(1, HangingWorker.with_child, timeout_s=PATIENCE_S, phase="start"))
 
     async def call_all() -> None:
         calls = {rank: getattr(group.handles[rank], method).remote() for rank, method in enumerate(HANGS)}
@@ -163,7 +164,7 @@ class TestWorkerGroup:
 
     def test_stop_kills_stopped_workers_and_their_children(self, ray_session: None) -> None:
         group, pids = start(3)
-        child = run(group.call_one(0, HangingWorker.with_child, timeout_s=20, phase="start"))
+        child = run(group.call_one(0, HangingWorker.with_child, timeout_s=PATIENCE_S, phase="start"))
         os.kill(pids[0], signal.SIGSTOP)
         os.kill(child, signal.SIGSTOP)
         with pytest.raises(DeadlineError):
@@ -180,9 +181,9 @@ class TestWorkerGroup:
         group, pids = start(2)
         os.kill(pids[1], signal.SIGKILL)
         with raises(WorkerDied, phase="load", worker="test worker 1 of 2"):
-            run(group.call(HangingWorker.sleep_for_ever, timeout_s=20, phase="load"))
+            run(group.call(HangingWorker.sleep_for_ever, timeout_s=PATIENCE_S, phase="load"))
         assert run(group.dead()) == [1]
         group.replace(1, ray.remote(num_cpus=0)(HangingWorker).remote())
         assert run(group.dead()) == []
-        run(group.call_one(1, HangingWorker.fine, timeout_s=30, phase="again"))
+        run(group.call_one(1, HangingWorker.fine, timeout_s=PATIENCE_S, phase="again"))
         run(group.stop(timeout_s=5))

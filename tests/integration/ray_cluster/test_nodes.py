@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from tests._support.waiting import PATIENCE_S
 from tests.integration.ray_cluster.two_nodes import JSON_PREFIX
 
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
     program = Path(__file__).with_name("two_nodes.py")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=PATIENCE_S)
     line = next((line for line in done.stdout.splitlines() if line.startswith(JSON_PREFIX)), None)
     assert line, done.stdout + done.stderr
     facts: dict[str, Any] = json.loads(line.removeprefix(JSON_PREFIX))

@@ -15,7 +15,7 @@ from recipe_gkd.ray_cluster.node_probe import own_node
 from recipe_gkd.ray_cluster.pools import Pool, create_pools
 from tests._support.errors import raises
 from tests._support.pool_specs import configured_specs
-from tests._support.waiting import wait_until
+from tests._support.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -29,7 +29,7 @@ class Worker:
         return dict(rank=self.rank, env=os.environ.get("MARK"), cpus=cpus)
 
 
-def create(*overrides: str, timeout_s: float = 20, **sizes: int) -> tuple[Pool, ...]:
+def create(*overrides: str, timeout_s: float = PATIENCE_S, **sizes: int) -> tuple[Pool, ...]:
     return asyncio.run(create_pools(configured_specs("cpu", *overrides, **sizes), timeout_s=timeout_s))
 
 
@@ -61,7 +61,7 @@ class TestSpawn:
         pools = create("actor_rollout_ref.rollout.tensor_model_parallel_size=2", actor=2, rollout=4)
         assert [pool.spec.n_workers for pool in pools] == [2, 2]
         handles = [pools[1].spawn(Worker, rank, dict(rank=rank), env={"MARK": "x"}) for rank in range(2)]
-        assert ray.get([handle.report.remote() for handle in handles], timeout=30) == [
+        assert ray.get([handle.report.remote() for handle in handles], timeout=PATIENCE_S) == [
             dict(rank=0, env="x", cpus=2.0),
             dict(rank=1, env="x", cpus=2.0),
         ]
@@ -70,16 +70,16 @@ class TestSpawn:
     def test_slot_of_a_dead_worker_is_used_by_the_next_of_its_rank(self) -> None:
         pools = create(actor=2, rollout=1)
         handles = [pools[0].spawn(Worker, rank, {}) for rank in range(2)]
-        ray.get([handle.report.remote() for handle in handles], timeout=30)
+        ray.get([handle.report.remote() for handle in handles], timeout=PATIENCE_S)
         ray.kill(handles[0])
         successor = pools[0].spawn(Worker, 0, dict(rank=7))
-        assert ray.get(successor.report.remote(), timeout=30)["rank"] == 7
+        assert ray.get(successor.report.remote(), timeout=PATIENCE_S)["rank"] == 7
         release(pools, [successor, handles[1]])
 
     def test_guests_hold_no_slots(self) -> None:
         pools = create("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync", actor=6, rollout=1)
         handles = [pool.spawn(Worker, rank, {}) for pool in pools for rank in range(2)]
-        reports = ray.get([handle.report.remote() for handle in handles], timeout=30)
+        reports = ray.get([handle.report.remote() for handle in handles], timeout=PATIENCE_S)
         assert [float(report["cpus"] or 0) for report in reports] == [1.0, 1.0, 0.0, 0.0]
         assert pools[1].spec.n_workers == 6
         release(pools, handles)

@@ -36,9 +36,9 @@ from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 from tests._support.base_config import base_config
 from tests._support.errors import raises
-from tests._support.waiting import wait_until_async
+from tests._support.waiting import PATIENCE_S, wait_until_async
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("ray_session")]
+pytestmark = pytest.mark.usefixtures("ray_session")
 
 CONFIG = base_config(
     "actor_rollout_ref.actor.timeout_s=300", "actor_rollout_ref.rollout.timeout_s=400",
@@ -118,7 +118,7 @@ def pools() -> Iterator[Pools]:
 
     pools = Pools(start("actor"), start("rollout"), [])
     for group in (pools.actors, pools.rollouts):
-        pools.pids.append(ray.get(group.handles[1].pid.remote(), timeout=60))
+        pools.pids.append(ray.get(group.handles[1].pid.remote(), timeout=PATIENCE_S))
     yield pools
     for group in (pools.actors, pools.rollouts):
         asyncio.run(group.stop(timeout_s=2))
@@ -253,7 +253,7 @@ def test_missed_deadline_names_its_key_and_the_log_folder_of_the_connected_clust
 def test_death_names_the_log_folder_of_the_connected_cluster(pools: Pools) -> None:
     node: Any = ray._private.worker.global_worker.node
     group = WorkerGroup("actor", [ray.remote(num_cpus=0)(Rank).remote()])
-    os.kill(ray.get(group.handles[0].pid.remote(), timeout=60), signal.SIGKILL)
+    os.kill(ray.get(group.handles[0].pid.remote(), timeout=PATIENCE_S), signal.SIGKILL)
     with raises(WorkerDied, worker="actor worker 0 of 1") as caught:
-        asyncio.run(group.call(Rank.pid, timeout_s=20, phase="update"))
+        asyncio.run(group.call(Rank.pid, timeout_s=PATIENCE_S, phase="update"))
     assert f"{node.address_info['session_dir']}/logs" in caught.value.remedy

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests._support.waiting import PATIENCE_S
+
 SLOW_AGENT = """
 import os, time
 from pathlib import Path
@@ -26,11 +28,10 @@ print("started", len(ray.nodes()))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_start_local_cluster_first_agent_too_slow_starts_another_raylet(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENT)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "SLOW_AGENT_MARKER": str(tmp_path / "marker")}
     done = subprocess.run(
-        [sys.executable, "-c", START], env=environment, capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, "-c", START], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert "Ray did not start within 30 s" in done.stderr and "started 1" in done.stdout, done.stdout + done.stderr

@@ -14,6 +14,7 @@ import ray
 from recipe_gkd.errors import DeadlineError, ModelError, WorkerDied, WorkerError
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from tests._support.errors import raises
+from tests._support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -65,7 +66,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 def start(n: int) -> WorkerGroup:
     group = WorkerGroup("test", [ray.remote(num_cpus=0)(Worker).remote() for _ in range(n)])
-    run(group.call(Worker.echo, 0, timeout_s=60, phase="start"))
+    run(group.call(Worker.echo, 0, timeout_s=PATIENCE_S, phase="start"))
     return group
 
 
@@ -78,9 +79,9 @@ def group() -> Iterator[WorkerGroup]:
 
 class TestCall:
     def test_results_are_in_rank_order(self, group: WorkerGroup) -> None:
-        assert run(group.call(Worker.echo, 7, timeout_s=20, phase="p")) == [7, 7, 7]
-        assert run(group.call_each(Worker.echo, [(1,), (2,), (3,)], timeout_s=20, phase="p")) == [1, 2, 3]
-        assert run(group.call_one(1, Worker.echo, 5, timeout_s=20, phase="p")) == 5
+        assert run(group.call(Worker.echo, 7, timeout_s=PATIENCE_S, phase="p")) == [7, 7, 7]
+        assert run(group.call_each(Worker.echo, [(1,), (2,), (3,)], timeout_s=PATIENCE_S, phase="p")) == [1, 2, 3]
+        assert run(group.call_one(1, Worker.echo, 5, timeout_s=PATIENCE_S, phase="p")) == 5
 
     def test_missed_deadline_names_silent_and_answering_workers(self, group: WorkerGroup) -> None:
         silent, answered = ("test worker 1 of 3",), ("test worker 0 of 3", "test worker 2 of 3")
@@ -90,24 +91,24 @@ class TestCall:
     def test_failure_is_raised_before_other_workers_end(self, group: WorkerGroup) -> None:
         arguments = [(60, "never"), (60, "never"), (0, "any")]
         with raises(WorkerError, phase="save", worker="test worker 2 of 3") as caught:
-            run(group.call_each(Worker.fail_after, arguments, timeout_s=50, phase="save"))
+            run(group.call_each(Worker.fail_after, arguments, timeout_s=PATIENCE_S, phase="save"))
         assert isinstance(caught.value.__cause__, ray.exceptions.RayTaskError)
 
     def test_own_error_keeps_class_and_message(self, group: WorkerGroup) -> None:
         fields = dict(what="no such model", remedy="give another", phase="load", worker="test worker 0 of 3")
         with raises(ModelError, **fields):
-            run(group.call(Worker.fail_after, 0, "own", timeout_s=20, phase="load"))
+            run(group.call(Worker.fail_after, 0, "own", timeout_s=PATIENCE_S, phase="load"))
 
     def test_own_error_of_another_worker_is_raised_instead_of_a_death(self) -> None:
         group = start(3)
         with pytest.raises(ModelError):
             run(
                 group.call_each(
-                    Worker.fail_after, [[0, "die"], [0.2, "own"], [0, "never"]], timeout_s=20, phase="update"
+                    Worker.fail_after, [[0, "die"], [0.2, "own"], [0, "never"]], timeout_s=PATIENCE_S, phase="update"
                 )
             )
         with raises(WorkerDied, phase="update", worker="test worker 0 of 3"):
-            run(group.call_one(0, Worker.echo, 1, timeout_s=20, phase="update"))
+            run(group.call_one(0, Worker.echo, 1, timeout_s=PATIENCE_S, phase="update"))
         run(group.stop(timeout_s=5))
 
 
@@ -119,7 +120,7 @@ class TestStream:
         monkeypatch.setattr(ray, "cancel", canceled.append)
 
         async def collect() -> list[int]:
-            return [i async for i in group.stream(1, Worker.count, 3, 0.01, timeout_s=20, phase="generate")]
+            return [i async for i in group.stream(1, Worker.count, 3, 0.01, timeout_s=PATIENCE_S, phase="generate")]
 
         assert run(collect()) == [0, 1, 2] and not canceled
 
@@ -143,13 +144,13 @@ class TestStream:
 
     def test_closed_early_ends_the_generator_on_the_worker(self, group: WorkerGroup) -> None:
         async def take_one() -> None:
-            stream = group.stream(0, Worker.count_for_ever, timeout_s=20, phase="generate")
+            stream = group.stream(0, Worker.count_for_ever, timeout_s=PATIENCE_S, phase="generate")
             async for _ in stream:
                 break
             await stream.aclose()  # type: ignore[attr-defined]
 
         run(take_one())
-        assert run(group.call(Worker.is_counting, timeout_s=20, phase="look"))[0] is False
+        assert run(group.call(Worker.is_counting, timeout_s=PATIENCE_S, phase="look"))[0] is False
 
     def test_canceled_twice_leaves_no_unretrieved_exception(self, group: WorkerGroup) -> None:
         """Asyncio would print a traceback after the error of the run."""
@@ -159,7 +160,7 @@ class TestStream:
             asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
 
             async def consume() -> None:
-                async for _ in group.stream(2, Worker.count_for_ever, timeout_s=20, phase="generate"):
+                async for _ in group.stream(2, Worker.count_for_ever, timeout_s=PATIENCE_S, phase="generate"):
                     pass
 
             consumer = asyncio.ensure_future(consume())
@@ -169,7 +170,7 @@ class TestStream:
             consumer.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await consumer
-            while (await group.call_one(2, Worker.is_counting, timeout_s=20, phase="look")) is True:
+            while (await group.call_one(2, Worker.is_counting, timeout_s=PATIENCE_S, phase="look")) is True:
                 await asyncio.sleep(0.05)
             await asyncio.sleep(0.3)
             gc.collect()
@@ -198,14 +199,16 @@ class Worker:
 async def main():
     group = WorkerGroup("rollout", [ray.remote(num_cpus=0)(Worker).remote()])
     try:
-        async for _ in group.stream(0, Worker.count, timeout_s=60, phase="generate"):
+        async for _ in group.stream(0, Worker.count, timeout_s=PATIENCE_S, phase="generate"):
             pass
     except WorkerDied as error:
         print("died:", error, await group.dead())
 
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert "died: generate: rollout worker 0 of 1 died" in done.stdout, done.stdout + done.stderr
     assert "memory" in done.stdout and "[0]" in done.stdout
 
@@ -215,4 +218,4 @@ class TestStop:
         group = start(2)
         run(group.stop(timeout_s=0.1))
         with pytest.raises(WorkerDied):
-            run(group.call(Worker.echo, 0, timeout_s=20, phase="after"))
+            run(group.call(Worker.echo, 0, timeout_s=PATIENCE_S, phase="after"))

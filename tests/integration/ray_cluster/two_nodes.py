@@ -39,7 +39,7 @@ from tests._support.base_config import base_config
 from tests._support.fake_worker import INFO, FakeEngine, running_worker
 from tests._support.processes import is_running
 from tests._support.teacher_service import running_proxy
-from tests._support.waiting import wait_until_async
+from tests._support.waiting import PATIENCE_S, wait_until_async
 
 JSON_PREFIX = "facts "
 HYBRID = "actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync"
@@ -83,7 +83,7 @@ def overrides(actors: str, rollouts: str, *more: str) -> list[str]:
 
 async def reserve(device: str, *arguments: str) -> tuple[Pool, ...]:
     config = base_config(*overrides(*arguments))
-    return await create_pools(pool_specs(config, device), timeout_s=30)
+    return await create_pools(pool_specs(config, device), timeout_s=PATIENCE_S)
 
 
 async def start(device: str, *arguments: str) -> tuple[tuple[Pool, ...], WorkerGroup, WorkerGroup]:
@@ -92,13 +92,13 @@ async def start(device: str, *arguments: str) -> tuple[tuple[Pool, ...], WorkerG
     extra = base_config(*OF_THE_CONFIG).ray_init.env_vars
     env = worker_variables({"VLLM_LOGGING_LEVEL": "WARNING"}, os.environ, extra)
     actors = WorkerGroup("actor", [pools[0].spawn(Worker, rank, {}, env=env) for rank in range(sizes[0])])
-    of_guests = await environments_of_guests(actors, n_guests=sizes[1], timeout_s=60)
+    of_guests = await environments_of_guests(actors, n_guests=sizes[1], timeout_s=PATIENCE_S)
     rollouts = [pools[1].spawn(Worker, rank, {}, env=env | of_guests[rank]) for rank in range(sizes[1])]
     return pools, actors, WorkerGroup("rollout", rollouts)
 
 
 async def locations(group: WorkerGroup) -> list[Any]:
-    return await group.call(Worker.location, timeout_s=60, phase="look")
+    return await group.call(Worker.location, timeout_s=PATIENCE_S, phase="look")
 
 
 async def diagnose_stopped_worker(actors: WorkerGroup, rollouts: WorkerGroup, rank: int, pid: int) -> dict[str, str]:
@@ -116,7 +116,7 @@ async def diagnose_stopped_worker(actors: WorkerGroup, rollouts: WorkerGroup, ra
 
 async def lose_node(cluster: Cluster, node: Any, rollouts: WorkerGroup) -> dict[str, Any]:
     """Kill a node during a call. Return the worker and the text of the error, and the dead ranks."""
-    hanging = asyncio.create_task(rollouts.call(Worker.hang_by_intention, timeout_s=60, phase="generate"))
+    hanging = asyncio.create_task(rollouts.call(Worker.hang_by_intention, timeout_s=PATIENCE_S, phase="generate"))
     await asyncio.sleep(0.5)
     await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
     try:
@@ -168,9 +168,9 @@ async def scenario(cluster: Cluster, second: Any) -> dict[str, Any]:
 
     pools, actors, rollouts = await start("cuda", "2x2", "2x2", *HYBRID)
     facts["actors"], facts["rollouts"] = await locations(actors), await locations(rollouts)
-    facts["variables"] = await actors.call(Worker.variables, timeout_s=60, phase="look")
+    facts["variables"] = await actors.call(Worker.variables, timeout_s=PATIENCE_S, phase="look")
     try:
-        await check_nodes(base_config(), "cuda", pools, timeout_s=60)
+        await check_nodes(base_config(), "cuda", pools, timeout_s=PATIENCE_S)
     except ResourceError as error:
         facts["node_problems"] = str(error)
     facts["scored"] = await score_on(pools[0])

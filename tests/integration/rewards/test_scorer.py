@@ -19,9 +19,7 @@ from recipe_gkd.errors import ConfigError, RewardError
 from recipe_gkd.rewards import RewardItem, RewardScorer, process
 from tests._support.errors import raises
 from tests._support.reward_files import item, reward_file, settings
-from tests._support.waiting import wait_until
-
-pytestmark = pytest.mark.timeout(60)
+from tests._support.waiting import PATIENCE_S, wait_until
 
 
 def score(path: Path | None, items: Sequence[RewardItem], **values: Any) -> list[float]:
@@ -33,10 +31,10 @@ def rewards_of(path: Path | None, items: Sequence[RewardItem], **values: Any) ->
         return [reward for reward in asyncio.run(scorer.score(items)) if reward is not None]
 
 
-def has_ended(pid: int, timeout_s: float = 10.0) -> bool:
-    """Wait for the end of a process. Return False if it still runs after ``timeout_s``."""
+def has_ended(pid: int) -> bool:
+    """Wait for the end of a process. Return False if it still runs after the limit of every wait."""
     try:
-        psutil.Process(pid).wait(timeout_s)
+        psutil.Process(pid).wait(PATIENCE_S)
     except psutil.NoSuchProcess:
         return True
     except psutil.TimeoutExpired:
@@ -453,7 +451,7 @@ class TestEnd:
                     await scorer.score([item(uid) for uid in range(8)])
             scorer.close()
 
-        with RewardScorer(settings(path, num_workers=2, timeout_s=600.0)) as scorer:
+        with RewardScorer(settings(path, num_workers=2, timeout_s=PATIENCE_S)) as scorer:
             asyncio.run(cancel(scorer))
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -482,7 +480,7 @@ class TestEnd:
             assert started.poll() is None, started.stderr
             return pids.exists() and pids.read_text().count("\n") == 2
 
-        wait_until(both_wrote_pids, timeout_s=30)
+        wait_until(both_wrote_pids)
         started.send_signal(number)
-        started.communicate(timeout=60)
+        started.communicate(timeout=PATIENCE_S)
         assert all(has_ended(int(pid)) for pid in pids.read_text().split())

@@ -30,9 +30,10 @@ from tests._support.rollout_models import (
     prompts,
     store_output_layer,
 )
+from tests._support.waiting import PATIENCE_S
 
 OLD, NEW = 1, 2  # seeds of the weights before and after a sync
-TRANSPORT_TIMEOUT_S = 5.0
+TRANSPORT_TIMEOUT_S = 15.0
 BUCKET_BYTES = 30_000
 SHAPED = ["actor_rollout_ref.rollout.temperature=0.7", "actor_rollout_ref.rollout.top_p=0.95"]
 
@@ -103,22 +104,22 @@ class Pool:
             before, worker._config = worker._config, config
             return before
 
-        before = ray.get(self.handles[rank].__ray_call__.remote(configure, config), timeout=20)
+        before = ray.get(self.handles[rank].__ray_call__.remote(configure, config), timeout=PATIENCE_S)
         try:
             yield
         finally:
-            ray.get(self.handles[rank].__ray_call__.remote(configure, before), timeout=20)
+            ray.get(self.handles[rank].__ray_call__.remote(configure, before), timeout=PATIENCE_S)
 
     def call_actor(self, method: str, *args: Any) -> Any:
-        return ray.get(getattr(self.actor.handles[0], method).remote(*args), timeout=20)
+        return ray.get(getattr(self.actor.handles[0], method).remote(*args), timeout=PATIENCE_S)
 
     async def connect(self, rank: int) -> list[TensorMeta]:
         """Connect the actor and one worker, for a test that calls the phases of an update itself."""
         (host, port), worker = self.call_actor("open_weight_store"), self.group(rank)
         address = TransportAddress(host, port, "collective", ("actor worker 0", worker.label(0)))
         await asyncio.gather(
-            self.actor.call(TinyActor.connect_weight_transport, address, timeout_s=10, phase="connect"),
-            worker.call(RolloutWorker.open_weight_transport, address, 1, timeout_s=10, phase="connect"),
+            self.actor.call(TinyActor.connect_weight_transport, address, timeout_s=PATIENCE_S, phase="connect"),
+            worker.call(RolloutWorker.open_weight_transport, address, 1, timeout_s=PATIENCE_S, phase="connect"),
         )
         meta: list[TensorMeta] = self.call_actor("weights_meta")
         return meta
@@ -128,14 +129,14 @@ class Pool:
     ) -> list[Any]:
         """Transfer an update, and return the results or exceptions of sender and receiver."""
         return await asyncio.gather(
-            self.actor.call(TinyActor.send_weights, version, BUCKET_BYTES, timeout_s=20, phase="send"),
+            self.actor.call(TinyActor.send_weights, version, BUCKET_BYTES, timeout_s=PATIENCE_S, phase="send"),
             self.group(rank).call(
                 RolloutWorker.receive_weights,
                 version,
                 meta,
                 BUCKET_BYTES,
                 double_buffered,
-                timeout_s=20,
+                timeout_s=PATIENCE_S,
                 phase="receive",
             ),
             return_exceptions=True,
@@ -182,14 +183,14 @@ def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[P
     ]
     actor = ray.remote(num_cpus=0, runtime_env=environment())(TinyActor).remote(TRANSPORT_TIMEOUT_S)
     try:
-        descriptions = ray.get([handle.setup.remote() for handle in handles], timeout=240)
-        ray.get(actor.__ray_ready__.remote(), timeout=240)  # It may still load its modules.
+        descriptions = ray.get([handle.setup.remote() for handle in handles], timeout=PATIENCE_S)
+        ray.get(actor.__ray_ready__.remote(), timeout=PATIENCE_S)  # It may still load its modules.
         result = Pool(handles, descriptions, WorkerGroup("actor", [actor]), {})
         result.call_actor("set_weights", OLD, True)
         for rank in range(len(handles)):
             result.fresh[rank] = asyncio.run(result.responses(rank, prompts(12), greedy=True))
         yield result
-        asyncio.run(result.group(0, 1, 2).call(RolloutWorker.shutdown, timeout_s=20, phase="shutdown"))
+        asyncio.run(result.group(0, 1, 2).call(RolloutWorker.shutdown, timeout_s=PATIENCE_S, phase="shutdown"))
     finally:
         for handle in [*handles, actor]:
             ray.kill(handle)
@@ -207,9 +208,9 @@ def tensor_pair(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Ite
     worker: Any = ray.remote(num_cpus=0, runtime_env=environment())(RolloutWorker).remote(config, rank=0, device="cpu")
     group: WorkerGroup[RolloutWorker] = WorkerGroup("rollout", [worker])
     try:
-        ray.get(worker.setup.remote(), timeout=240)
+        ray.get(worker.setup.remote(), timeout=PATIENCE_S)
         yield group
-        asyncio.run(group.call(RolloutWorker.shutdown, timeout_s=30, phase="shutdown"))
+        asyncio.run(group.call(RolloutWorker.shutdown, timeout_s=PATIENCE_S, phase="shutdown"))
     finally:
         ray.kill(worker)
 
@@ -219,5 +220,5 @@ async def generate_on(
 ) -> dict[int, Response]:
     """Return the responses of one worker by uid."""
     sampling = "validation" if greedy else "train"  # validation is greedy by default
-    stream = group.stream(rank, RolloutWorker.generate, given, step, sampling, timeout_s=30, phase="generate")
+    stream = group.stream(rank, RolloutWorker.generate, given, step, sampling, timeout_s=PATIENCE_S, phase="generate")
     return {response.uid: response async for batch in stream for response in batch}

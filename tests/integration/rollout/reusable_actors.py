@@ -11,6 +11,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Response, Sample, TeacherTopK
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from tests._support.rollout_models import VOCABULARY, prompts
+from tests._support.waiting import PATIENCE_S
 
 
 class ReusableActorWorker(ActorWorker):
@@ -55,9 +56,9 @@ async def start_trained_actor(processes: list[Any], config: Config, n: int) -> W
     """Return an actor of ``n`` ranks after one update."""
     actor: WorkerGroup[ReusableActorWorker] = WorkerGroup("actor", processes[:n])
     await actor.call_each(
-        ReusableActorWorker.configure, [(config, rank, n) for rank in range(n)], timeout_s=120, phase="configure"
+        ReusableActorWorker.configure, [(config, rank, n) for rank in range(n)], timeout_s=PATIENCE_S, phase="configure"
     )
-    address = await actor.call_one(0, ReusableActorWorker.rendezvous, timeout_s=20, phase="rendezvous")
-    await actor.call(ReusableActorWorker.setup, address, timeout_s=60, phase="setup")
-    await actor.call(ReusableActorWorker.update, samples(8), 0, timeout_s=60, phase="update")
+    address = await actor.call_one(0, ReusableActorWorker.rendezvous, timeout_s=PATIENCE_S, phase="rendezvous")
+    await actor.call(ReusableActorWorker.setup, address, timeout_s=PATIENCE_S, phase="setup")
+    await actor.call(ReusableActorWorker.update, samples(8), 0, timeout_s=PATIENCE_S, phase="update")
     return actor

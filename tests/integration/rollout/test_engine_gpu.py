@@ -10,10 +10,10 @@ import torch
 
 from recipe_gkd.commands.gpu_smoke.tiny_engine import generate, running_engine
 from tests._support.rollout_models import config_for, make_model, prompts, reference_logprobs
+from tests._support.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 
@@ -25,7 +25,7 @@ def test_rollout_engine_on_gpu_samples_from_float32_logits(tmp_path: Path) -> No
         tmp_path, "trainer.device=cuda", "actor_rollout_ref.rollout.dtype=bfloat16",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.2",
     )  # fmt: skip
-    with running_engine(config, timeout_s=500) as (engine, description):
+    with running_engine(config, timeout_s=PATIENCE_S) as (engine, description):
         given = prompts(8)
         params = [{"max_tokens": 32, "temperature": 1.0, "seed": prompt.uid} for prompt in given]
         responses = generate(engine, given, params)

@@ -25,6 +25,7 @@ from recipe_gkd.rollout.sampling import sampling_from
 from tests._support.errors import raises
 from tests._support.numeric_ends import ends_of
 from tests._support.rollout_models import config_for
+from tests._support.waiting import PATIENCE_S
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SHAPE = ModelDims(
@@ -52,7 +53,7 @@ def test_watch_ranks_reports_name_of_dead_process() -> None:
             process.start()
         watch_ranks(engine, deaths.put)
         processes[1].kill()
-        assert deaths.get(timeout=20) == "VllmWorker-1"
+        assert deaths.get(timeout=PATIENCE_S) == "VllmWorker-1"
     finally:
         del executor.workers  # the executor's finalizer would also end them
         for process in processes:

@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 from recipe_gkd.addition.task import make_splits, write_parquet
 from recipe_gkd.commands.gpu_smoke.tiny_models import read_model, write_model
 from tests._support.repository import REPO
+from tests._support.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.slow
 
 N_PROMPTS, MAX_TOKENS = 6, 12
 REWARD = """
@@ -48,7 +49,7 @@ def evaluate(folder: Path, *arguments: str) -> tuple[str, dict[str, Any], list[d
         "--cpu-cache-gb", "0.05", "--json", str(out), "--responses", str(responses),
         "data.ground_truth_key=answer", f"data.max_response_length={MAX_TOKENS}", *arguments,
     ]  # fmt: skip
-    run = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=240, check=False)
+    run = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout, json.loads(out.read_text()), [json.loads(line) for line in responses.read_text().splitlines()]
 

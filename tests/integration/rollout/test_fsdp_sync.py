@@ -26,14 +26,13 @@ from recipe_gkd.rollout.ray_worker import RolloutWorker
 from tests._support.causal_models import ENGINE_MODELS, save_engine_model
 from tests._support.errors import raises
 from tests._support.rollout_models import config_for, prompts, reference_logps
+from tests._support.waiting import PATIENCE_S
 from tests.integration.rollout.conftest import environment, generate_on, make_synchronizer
 from tests.integration.rollout.reusable_actors import samples
 
-pytestmark = pytest.mark.timeout(120)
-
 FSDP = [
     "actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-    "actor_rollout_ref.actor.optim.lr=0.003", "actor_rollout_ref.nccl_timeout=20",
+    "actor_rollout_ref.actor.optim.lr=0.003", "actor_rollout_ref.nccl_timeout=60",
 ]  # fmt: skip
 GIVEN = prompts(12)
 
@@ -75,25 +74,27 @@ class Workers:
         try:
             before = await generate_on(self.rollout, 0, GIVEN, greedy=True)
             for step in range(3):
-                await self.actor.call(ReusableFsdpWorker.update, samples(8), step, timeout_s=60, phase="update")
-            await self.actor.call(ReusableFsdpWorker.save_hf, str(export), timeout_s=30, phase="export")
+                await self.actor.call(ReusableFsdpWorker.update, samples(8), step, timeout_s=PATIENCE_S, phase="update")
+            await self.actor.call(ReusableFsdpWorker.save_hf, str(export), timeout_s=PATIENCE_S, phase="export")
             await make_synchronizer(self.actor, self.rollout).sync(7)
             return before, await generate_on(self.rollout, 0, GIVEN, greedy=True)
         finally:
             await asyncio.gather(
-                self.actor.call(ReusableFsdpWorker.leave, timeout_s=20, phase="leave"),
-                self.rollout.call(ReusableRolloutWorker.shutdown, timeout_s=20, phase="shutdown"),
+                self.actor.call(ReusableFsdpWorker.leave, timeout_s=PATIENCE_S, phase="leave"),
+                self.rollout.call(ReusableRolloutWorker.shutdown, timeout_s=PATIENCE_S, phase="shutdown"),
             )
 
     async def _start(self, config: Config) -> None:
         async def start_actor() -> None:
-            await self.actor.call(ReusableFsdpWorker.configure, config, timeout_s=60, phase="configure")
-            address = await self.actor.call_one(0, ReusableFsdpWorker.rendezvous, timeout_s=20, phase="rendezvous")
-            await self.actor.call(ReusableFsdpWorker.setup, address, timeout_s=60, phase="setup")
+            await self.actor.call(ReusableFsdpWorker.configure, config, timeout_s=PATIENCE_S, phase="configure")
+            address = await self.actor.call_one(
+                0, ReusableFsdpWorker.rendezvous, timeout_s=PATIENCE_S, phase="rendezvous"
+            )
+            await self.actor.call(ReusableFsdpWorker.setup, address, timeout_s=PATIENCE_S, phase="setup")
 
         async def start_engine() -> None:
-            await self.rollout.call(ReusableRolloutWorker.configure, config, timeout_s=60, phase="configure")
-            await self.rollout.call(ReusableRolloutWorker.setup, timeout_s=60, phase="setup")
+            await self.rollout.call(ReusableRolloutWorker.configure, config, timeout_s=PATIENCE_S, phase="configure")
+            await self.rollout.call(ReusableRolloutWorker.setup, timeout_s=PATIENCE_S, phase="setup")
 
         await asyncio.gather(start_actor(), start_engine())
 

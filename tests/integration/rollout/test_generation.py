@@ -28,6 +28,7 @@ from tests._support.rollout_models import (
     prompts,
     reference_logprobs,
 )
+from tests._support.waiting import PATIENCE_S
 from tests.integration.rollout.conftest import NEW, OLD, Pool
 
 MANY = 3000  # prompts that keep an engine busy for longer than any deadline of these tests
@@ -106,7 +107,9 @@ def test_generate_greedy_ignores_seed(pool: Pool) -> None:
 
 def test_generate_streams_short_responses_first(pool: Pool) -> None:
     async def batches() -> list[list[Response]]:
-        stream = pool.group(2).stream(0, RolloutWorker.generate, prompts(200), 0, timeout_s=30, phase="generate")
+        stream = pool.group(2).stream(
+            0, RolloutWorker.generate, prompts(200), 0, timeout_s=PATIENCE_S, phase="generate"
+        )
         return [batch async for batch in stream]
 
     batches_read = asyncio.run(batches())
@@ -131,12 +134,12 @@ def test_generate_canceled_stream_drops_requests(pool: Pool, n_read: int) -> Non
     meta, handle = asyncio.run(pool.connect(2)), pool.handles[2]  # an update begins on an open transport
     stream = handle.generate.options(num_returns="streaming").remote(prompts(MANY), 0)
     for _ in range(n_read):
-        assert ray.get(next(stream), timeout=20)
+        assert ray.get(next(stream), timeout=PATIENCE_S)
     ray.cancel(stream)
     while not ray.wait([stream.completed()], timeout=0.2)[0]:
         ray.cancel(stream)  # Ray loses a cancel that arrives before the call
-    ray.get(handle.begin_weight_update.remote(1, meta), timeout=20)  # raises if it still generates
-    ray.get(handle.drop_weights.remote(), timeout=20)
+    ray.get(handle.begin_weight_update.remote(1, meta), timeout=PATIENCE_S)  # raises if it still generates
+    ray.get(handle.drop_weights.remote(), timeout=PATIENCE_S)
     after = generate(pool, 2, prompts(5))
     assert all(np.array_equal(after[uid].ids, before[uid].ids) for uid in before)
 
@@ -153,18 +156,18 @@ def test_generate_deadline_error_counts_unfinished_responses(pool: Pool, folders
                 step = engine.step
                 engine.step = lambda: time.sleep(seconds) or step()
 
-        worker._engine.run(set_on).result(20)
+        worker._engine.run(set_on).result(PATIENCE_S)
 
     impatient = config_for(folders[OLD, False], "actor_rollout_ref.rollout.timeout_s=2")
-    before = ray.get(pool.handles[2].__ray_call__.remote(configure, impatient), timeout=20)
-    ray.get(pool.handles[2].__ray_call__.remote(set_step_delay, 0.5), timeout=30)
+    before = ray.get(pool.handles[2].__ray_call__.remote(configure, impatient), timeout=PATIENCE_S)
+    ray.get(pool.handles[2].__ray_call__.remote(set_step_delay, 0.5), timeout=PATIENCE_S)
     try:
         with raises(DeadlineError, worker="rollout worker 2", waited_s=2) as caught:
             generate(pool, 2, prompts(20))
         assert re.match(r"\d+ of 20 responses of step 0 are unfinished", caught.value.what)
     finally:
-        ray.get(pool.handles[2].__ray_call__.remote(set_step_delay, 0.0), timeout=30)
-        ray.get(pool.handles[2].__ray_call__.remote(configure, before), timeout=20)
+        ray.get(pool.handles[2].__ray_call__.remote(set_step_delay, 0.0), timeout=PATIENCE_S)
+        ray.get(pool.handles[2].__ray_call__.remote(configure, before), timeout=PATIENCE_S)
     assert len(generate(pool, 2, prompts(5))) == 5
 
 

@@ -14,6 +14,7 @@ from recipe_gkd.errors import DeadlineError, WeightSyncError
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from tests._support.errors import check_error, raises
 from tests._support.rollout_models import config_for, make_model, prompts, reference_logprobs
+from tests._support.waiting import PATIENCE_S
 from tests.integration.rollout.conftest import NEW, OLD, Pool
 
 MANY = 200
@@ -21,7 +22,7 @@ MANY = 200
 
 
 async def call_worker(pool: Pool, method: Callable[..., Any], *args: Any) -> list[Any]:
-    return await pool.group(0).call(method, *args, timeout_s=20, phase=method.__name__)
+    return await pool.group(0).call(method, *args, timeout_s=PATIENCE_S, phase=method.__name__)
 
 
 async def update(pool: Pool, version: int, *, seed: int = NEW) -> None:
@@ -45,7 +46,9 @@ async def generate_during(
 ) -> dict[int, Response]:
     """Return the responses of worker 0. Run ``meanwhile`` after the first of them have arrived."""
     found: dict[int, Response] = {}
-    async for batch in pool.group(0).stream(0, RolloutWorker.generate, given, 0, timeout_s=30, phase="generate"):
+    async for batch in pool.group(0).stream(
+        0, RolloutWorker.generate, given, 0, timeout_s=PATIENCE_S, phase="generate"
+    ):
         if not found:
             await meanwhile()
         found |= {response.uid: response for response in batch}
@@ -157,7 +160,7 @@ def test_inflight_endless_pause_calls_end_at_own_deadline(pool: Pool, folders: A
             late.append(asyncio.ensure_future(pool.responses(0, prompts(3))))
 
         early = asyncio.ensure_future(generate_during(pool, prompts(MANY), pause))
-        await asyncio.wait([early], timeout=30)
+        await asyncio.wait([early], timeout=PATIENCE_S)
         return await asyncio.gather(early, *late, return_exceptions=True)
 
     reset(pool)

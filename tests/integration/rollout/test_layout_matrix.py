@@ -19,6 +19,7 @@ from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from tests._support.rollout_models import config_for, prompts, reference_logps
+from tests._support.waiting import PATIENCE_S
 from tests.integration.rollout.conftest import OLD, Pool, environment, generate_on, make_synchronizer
 from tests.integration.rollout.reusable_actors import ReusableActorWorker, start_trained_actor
 
@@ -78,7 +79,7 @@ def fresh(ray_session: None) -> Iterator[Any]:
 def actor_config(folders: Any, n: int, overrides: list[str]) -> Config:
     return config_for(
         folders[OLD, True], f"trainer.n_gpus_per_node={n}", f"{MEGATRON}.dtype=float32",
-        "actor_rollout_ref.actor.optim.lr=0.01", "actor_rollout_ref.nccl_timeout=20", *overrides,
+        "actor_rollout_ref.actor.optim.lr=0.01", "actor_rollout_ref.nccl_timeout=60", *overrides,
     )  # fmt: skip
 
 
@@ -104,10 +105,10 @@ def test_sync_from_tp2_actor_matches_transformers(
     async def sync_and_export() -> dict[str, dict[int, Response]]:
         actor = await start_trained_actor(processes_for(2), actor_config(folders, 2, [TP2]), 2)
         try:
-            await actor.call(ReusableActorWorker.save_hf, export, timeout_s=30, phase="export")
+            await actor.call(ReusableActorWorker.save_hf, export, timeout_s=PATIENCE_S, phase="export")
             return await sync_all(actor, [("1 worker", pool.group(0), 1), ("TP2", tensor_pair, 2)])
         finally:
-            await actor.call(ReusableActorWorker.leave, timeout_s=20, phase="leave")
+            await actor.call(ReusableActorWorker.leave, timeout_s=PATIENCE_S, phase="leave")
 
     found = asyncio.run(sync_and_export())
     model = Qwen2ForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
@@ -139,12 +140,12 @@ def test_sync_from_any_layout_matches_engine_of_export(
     async def sync_and_export() -> tuple[dict[int, Response], dict[str, dict[int, Response]]]:
         actor = await start_trained_actor(processes_for(n), actor_config(folders, n, overrides), n)
         try:
-            await actor.call(ReusableActorWorker.save_hf, export, timeout_s=30, phase="export")
+            await actor.call(ReusableActorWorker.save_hf, export, timeout_s=PATIENCE_S, phase="export")
             expected = fresh.responses.remote(export, GIVEN)
             found = await sync_all(actor, engines)
             return await expected, found
         finally:
-            await actor.call(ReusableActorWorker.leave, timeout_s=20, phase="leave")
+            await actor.call(ReusableActorWorker.leave, timeout_s=PATIENCE_S, phase="leave")
 
     expected, found = asyncio.run(sync_and_export())
     assert len(found) == 4

@@ -18,6 +18,7 @@ from recipe_gkd.weight_sync.model_check import BOUND_FLOAT32_ON_CPU, MismatchGua
 from tests._support.engine_faults import FAULTS, keep_old_output_layer
 from tests._support.errors import raises
 from tests._support.rollout_models import VOCABULARY, config_for, prompts
+from tests._support.waiting import PATIENCE_S
 from tests.integration.rollout.conftest import NEW, OLD, Pool
 
 BOUND = BOUND_FLOAT32_ON_CPU
@@ -33,11 +34,11 @@ def planted(pool: Pool, rank: int, fault: Callable[[Any], Callable[[], None]]) -
     def remove(worker: Any) -> None:
         worker.remove_fault()
 
-    ray.get(pool.handles[rank].__ray_call__.remote(plant), timeout=30)
+    ray.get(pool.handles[rank].__ray_call__.remote(plant), timeout=PATIENCE_S)
     try:
         yield
     finally:
-        ray.get(pool.handles[rank].__ray_call__.remote(remove), timeout=30)
+        ray.get(pool.handles[rank].__ray_call__.remote(remove), timeout=PATIENCE_S)
 
 
 def probe_of(pool: Pool, *ranks: int) -> SyncProbe:
@@ -85,9 +86,9 @@ def test_probe_failed_engine_is_left_out(pool: Pool, caplog: pytest.LogCaptureFi
 
         worker._updates.invalidity = None if reason is None else Invalidity(reason, "end it")
 
-    ray.get(pool.handles[0].__ray_call__.remote(invalidate, "this test needs it"), timeout=30)
+    ray.get(pool.handles[0].__ray_call__.remote(invalidate, "this test needs it"), timeout=PATIENCE_S)
     try:
         assert measure(pool, 0) == {}
     finally:
-        ray.get(pool.handles[0].__ray_call__.remote(invalidate, None), timeout=30)
+        ray.get(pool.handles[0].__ray_call__.remote(invalidate, None), timeout=PATIENCE_S)
     assert "was not compared with the actor" in caplog.text and "this test needs it" in caplog.text

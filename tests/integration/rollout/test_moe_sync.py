@@ -17,10 +17,11 @@ from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from tests._support.qwen2 import EOS
 from tests._support.rollout_models import VOCABULARY, config_for, prompts, reference_logprobs
+from tests._support.waiting import PATIENCE_S
 from tests.integration.rollout.conftest import environment, make_synchronizer
 from tests.integration.rollout.reusable_actors import ReusableActorWorker, start_trained_actor
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 GIVEN = prompts(12)
@@ -43,7 +44,7 @@ def test_sync_from_expert_parallel_actor_matches_export(ray_session: None, tmp_p
     make_moe_model(1).save_pretrained(folder)
     config = config_for(
         folder, f"trainer.n_gpus_per_node={RANKS}", f"{MEGATRON}.expert_model_parallel_size={RANKS}",
-        f"{MEGATRON}.dtype=float32", "actor_rollout_ref.actor.optim.lr=0.01", "actor_rollout_ref.nccl_timeout=20",
+        f"{MEGATRON}.dtype=float32", "actor_rollout_ref.actor.optim.lr=0.01", "actor_rollout_ref.nccl_timeout=60",
     )  # fmt: skip
     own = environment()
     env = {"env_vars": actor_environment("cpu")}
@@ -56,7 +57,7 @@ def test_sync_from_expert_parallel_actor_matches_export(ray_session: None, tmp_p
     async def responses() -> dict[int, Response]:
         found: dict[int, Response] = {}
         async for batch in rollout.stream(
-            0, RolloutWorker.generate, GIVEN, 0, "validation", timeout_s=30, phase="generate"
+            0, RolloutWorker.generate, GIVEN, 0, "validation", timeout_s=PATIENCE_S, phase="generate"
         ):
             found |= {response.uid: response for response in batch}
         return found
@@ -64,7 +65,7 @@ def test_sync_from_expert_parallel_actor_matches_export(ray_session: None, tmp_p
     async def before_and_after() -> tuple[dict[int, Response], dict[int, Response]]:
         ready = worker.setup.remote()
         actor = await start_trained_actor(processes, config, RANKS)
-        await actor.call(ReusableActorWorker.save_hf, str(export), timeout_s=30, phase="export")
+        await actor.call(ReusableActorWorker.save_hf, str(export), timeout_s=PATIENCE_S, phase="export")
         await ready
         before = await responses()
         sync = make_synchronizer(actor, rollout)

@@ -19,6 +19,7 @@ from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from tests._support.errors import raises
 from tests._support.rollout_models import VOCABULARY, config_for, make_model, prompts
+from tests._support.waiting import PATIENCE_S
 from tests.integration.rollout.conftest import NEW, OLD, TRANSPORT_TIMEOUT_S, Pool, generate_on, make_synchronizer
 
 CACHE_BYTES = 64 << 20
@@ -28,7 +29,7 @@ Folders = dict[tuple[int, bool], Path]
 
 
 def call(group: WorkerGroup[RolloutWorker], method: Callable[..., Any], *args: Any) -> Any:
-    return asyncio.run(group.call(method, *args, timeout_s=30, phase=method.__name__))[0]
+    return asyncio.run(group.call(method, *args, timeout_s=PATIENCE_S, phase=method.__name__))[0]
 
 
 def log_probs(group: WorkerGroup, ids: list[int] = IDS) -> list[float]:
@@ -130,7 +131,9 @@ def test_level_0_does_nothing(pool: Pool, folders: Folders) -> None:
 
 def change(worker: Any, kind: str) -> str:
     """Change one value of the worker's model, and return the name of the parameter or buffer."""
-    names: list[str] = worker._engine.run(lambda engine: engine.collective_rpc(_change, args=(kind,))).result(20)
+    names: list[str] = worker._engine.run(lambda engine: engine.collective_rpc(_change, args=(kind,))).result(
+        PATIENCE_S
+    )
     return names[0]
 
 
@@ -145,7 +148,7 @@ def test_level_1_changed_parameter_is_found_and_repaired_by_a_sync(pool: Pool, f
     with hybrid_worker(pool, 0, folders, 1) as group:
         before = responses(group)
         call(group, RolloutWorker.sleep)
-        name = ray.get(pool.handles[0].__ray_call__.remote(change, "parameters"), timeout=20)
+        name = ray.get(pool.handles[0].__ray_call__.remote(change, "parameters"), timeout=PATIENCE_S)
         with raises(WeightSyncError, worker=LABEL, invalid=(LABEL,), tensors=(name,)):
             call(group, RolloutWorker.wake, "weights")
         call(group, RolloutWorker.wake, "kv_cache")
@@ -170,11 +173,13 @@ def test_log_probs_equal_transformers_and_exclude_padding(pool: Pool, folders: F
 
 def test_sleep_with_requests_in_flight_is_refused(pool: Pool, folders: Folders) -> None:
     async def sleep_early(group: WorkerGroup) -> int:
-        stream = group.stream(0, RolloutWorker.generate, prompts(200), 0, "train", timeout_s=30, phase="generate")
+        stream = group.stream(
+            0, RolloutWorker.generate, prompts(200), 0, "train", timeout_s=PATIENCE_S, phase="generate"
+        )
         n_responses = len(await anext(stream))
         assert n_responses < 200
         with raises(WorkerError, worker=LABEL, keys=()):
-            await group.call(RolloutWorker.sleep, timeout_s=20, phase="sleep")
+            await group.call(RolloutWorker.sleep, timeout_s=PATIENCE_S, phase="sleep")
         return n_responses + sum([len(batch) async for batch in stream])
 
     with hybrid_worker(pool, 0, folders, 1) as group:
@@ -182,7 +187,6 @@ def test_sleep_with_requests_in_flight_is_refused(pool: Pool, folders: Folders) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_tp2_engine_sleeps_and_wakes(pool: Pool, tensor_pair: WorkerGroup, folders: Folders) -> None:
     config = config_for(
         folders[OLD, True],

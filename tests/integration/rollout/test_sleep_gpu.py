@@ -18,10 +18,10 @@ from recipe_gkd.rollout.engine_sleep import EngineSleep
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from tests._support.errors import raises
 from tests._support.rollout_models import VOCABULARY, config_for, make_model
+from tests._support.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 
@@ -41,7 +41,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
     )  # fmt: skip
     engine = RolloutEngine(EngineOptions.from_config(config, "cuda", VOCABULARY))
     try:
-        engine.start().result(timeout=500)
+        engine.start().result(timeout=PATIENCE_S)
         yield engine
     finally:
         engine.close()
@@ -49,7 +49,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
 
 def log_probs_error(engine: RolloutEngine, seed: int) -> float:
     expected = sampled_logps(make_model(seed, tied=False), IDS, prompt_len=1)
-    found = engine.log_probs(IDS).result(timeout=60)
+    found = engine.log_probs(IDS).result(timeout=PATIENCE_S)
     return float(np.abs(expected - np.asarray(found)).max())
 
 
@@ -65,7 +65,7 @@ def _load(rank: Any, seed: int) -> None:
 
 
 def load(engine: RolloutEngine, seed: int) -> None:
-    engine.run(lambda inner: inner.collective_rpc(partial(_load, seed=seed))).result(60)
+    engine.run(lambda inner: inner.collective_rpc(partial(_load, seed=seed))).result(PATIENCE_S)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def parts(engine: RolloutEngine) -> tuple[EngineSleep, WeightUpdates]:
     """Return the states of an engine with the weights OLD."""
     updates = WeightUpdates("rollout worker 0")
     load(engine, OLD)
-    engine.run(lambda inner: updates.set_version(inner, 0)).result(60)
+    engine.run(lambda inner: updates.set_version(inner, 0)).result(PATIENCE_S)
     return EngineSleep("rollout worker 0", updates), updates
 
 
@@ -85,37 +85,37 @@ def test_cycles_restore_the_engine_and_do_not_leak(
     assert log_probs_error(engine, OLD) < 0.05
     free = []
     for seed in (NEW, OLD, NEW, OLD):
-        slept = engine.run(lambda inner: state.sleep(inner, level)).result(60)
+        slept = engine.run(lambda inner: state.sleep(inner, level)).result(PATIENCE_S)
         assert slept.released_bytes > 0.9 * CACHE_BYTES
         free.append(torch.cuda.mem_get_info()[0])
-        engine.run(lambda inner: state.wake(inner, "weights")).result(60)
+        engine.run(lambda inner: state.wake(inner, "weights")).result(PATIENCE_S)
         if level == 2:
             with raises(WeightSyncError, invalid=("rollout worker 0",), tensors=()):
                 updates.ensure_valid()
         load(engine, seed)
-        engine.run(lambda inner: updates.set_version(inner, 1)).result(60)
-        engine.run(lambda inner: state.wake(inner, "kv_cache")).result(60)
+        engine.run(lambda inner: updates.set_version(inner, 1)).result(PATIENCE_S)
+        engine.run(lambda inner: state.wake(inner, "kv_cache")).result(PATIENCE_S)
         assert log_probs_error(engine, seed) < 0.05
     assert free[1] - free[3] < 8 << 20, "expected the same free memory after the second and the fourth sleep"
 
 
 def test_level_1_wakes_with_the_same_weights(engine: RolloutEngine, parts: tuple[EngineSleep, WeightUpdates]) -> None:
     state, _ = parts
-    before = engine.log_probs(IDS).result(timeout=60)
-    engine.run(lambda inner: state.sleep(inner, 1)).result(60)
-    engine.run(lambda inner: state.wake(inner, "weights")).result(60)
-    engine.run(lambda inner: state.wake(inner, "kv_cache")).result(60)
-    assert engine.log_probs(IDS).result(timeout=60) == before
+    before = engine.log_probs(IDS).result(timeout=PATIENCE_S)
+    engine.run(lambda inner: state.sleep(inner, 1)).result(PATIENCE_S)
+    engine.run(lambda inner: state.wake(inner, "weights")).result(PATIENCE_S)
+    engine.run(lambda inner: state.wake(inner, "kv_cache")).result(PATIENCE_S)
+    assert engine.log_probs(IDS).result(timeout=PATIENCE_S) == before
 
 
 def test_level_1_changed_parameter_is_found(engine: RolloutEngine, parts: tuple[EngineSleep, WeightUpdates]) -> None:
     state, _ = parts
-    engine.run(lambda inner: state.sleep(inner, 1)).result(60)
-    engine.run(lambda inner: inner.collective_rpc(_change_backup)).result(60)
+    engine.run(lambda inner: state.sleep(inner, 1)).result(PATIENCE_S)
+    engine.run(lambda inner: inner.collective_rpc(_change_backup)).result(PATIENCE_S)
     with raises(WeightSyncError, invalid=("rollout worker 0",)) as caught:
-        engine.run(lambda inner: state.wake(inner, "weights")).result(60)
+        engine.run(lambda inner: state.wake(inner, "weights")).result(PATIENCE_S)
     assert caught.value.tensors
-    engine.run(lambda inner: state.wake(inner, "kv_cache")).result(60)
+    engine.run(lambda inner: state.wake(inner, "kv_cache")).result(PATIENCE_S)
 
 
 def _change_backup(rank: Any) -> None:

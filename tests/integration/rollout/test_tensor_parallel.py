@@ -10,7 +10,6 @@ import time
 
 import numpy as np
 import psutil
-import pytest
 import ray
 import ray.cloudpickle
 
@@ -23,10 +22,10 @@ from recipe_gkd.runtime import process_trees
 from teacher.common.process_id import is_alive
 from tests._support.errors import raises
 from tests._support.rollout_models import make_model, prompts, reference_logprobs
+from tests._support.waiting import PATIENCE_S
 from tests.integration.rollout.conftest import NEW, OLD, Pool, generate_on, make_synchronizer
 
 
-@pytest.mark.timeout(240)
 def test_tp2_engine_generates_and_updates(pool: Pool, tensor_pair: WorkerGroup) -> None:
     sync = make_synchronizer(pool.actor, tensor_pair, tensor_parallel_size=2)
     given = prompts(12)
@@ -69,7 +68,7 @@ def test_tp2_engine_killed_rank_worker_is_replaced(pool: Pool, tensor_pair: Work
     replacement = ray.remote(num_cpus=0)(ReplacementWorker)
 
     async def scenario() -> None:
-        restarts = RolloutRestarts(tensor_pair, lambda _: replacement.remote(), allowed=1, timeout_s=60)
+        restarts = RolloutRestarts(tensor_pair, lambda _: replacement.remote(), allowed=1, timeout_s=PATIENCE_S)
         await make_synchronizer(pool.actor, tensor_pair, tensor_parallel_size=2).sync(5)
         await restarts.record_processes([0])
         (place,) = await locate(tensor_pair.handles)

@@ -16,6 +16,7 @@ from recipe_gkd.errors import DeadlineError, WeightSyncError
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from tests._support.errors import culprits, raises
 from tests._support.rollout_models import DoomedWorker, config_for, make_model, prompts, reference_logprobs
+from tests._support.waiting import PATIENCE_S
 from tests.integration.rollout.conftest import NEW, OLD, TRANSPORT_TIMEOUT_S, Pool, environment, make_synchronizer
 
 
@@ -77,14 +78,14 @@ def test_sync_double_buffered_and_in_place_give_same_weights(pool: Pool, double_
 async def sync_by_phases(pool: Pool, double_buffered: bool, *, expect_failure: bool = False) -> None:
     """Call the phases of a sync to worker 0, with a fixed choice between double-buffered and in place."""
     worker, meta = pool.group(0), await pool.connect(0)
-    await worker.call(RolloutWorker.begin_weight_update, 7, meta, timeout_s=10, phase="begin")
+    await worker.call(RolloutWorker.begin_weight_update, 7, meta, timeout_s=PATIENCE_S, phase="begin")
     results = await pool.transfer(0, 7, meta, double_buffered)
     if expect_failure:
         assert all(isinstance(result, Exception) for result in results)
-        await worker.call(RolloutWorker.drop_weights, timeout_s=10, phase="drop")
+        await worker.call(RolloutWorker.drop_weights, timeout_s=PATIENCE_S, phase="drop")
     else:
         assert results[1][0].double_buffered is double_buffered
-        await worker.call(RolloutWorker.commit_weights, 7, timeout_s=10, phase="commit")
+        await worker.call(RolloutWorker.commit_weights, 7, timeout_s=PATIENCE_S, phase="commit")
 
 
 def test_generate_before_first_sync_raises() -> None:
@@ -141,8 +142,8 @@ def test_receive_without_sender_keeps_old_version(pool: Pool) -> None:
 
     async def only_receive() -> None:
         meta, worker = await pool.connect(0), pool.group(0)
-        await worker.call(RolloutWorker.begin_weight_update, 5, meta, timeout_s=10, phase="begin")
-        await worker.call(RolloutWorker.receive_weights, 5, meta, 1 << 20, False, timeout_s=20, phase="receive")
+        await worker.call(RolloutWorker.begin_weight_update, 5, meta, timeout_s=PATIENCE_S, phase="begin")
+        await worker.call(RolloutWorker.receive_weights, 5, meta, 1 << 20, False, timeout_s=PATIENCE_S, phase="receive")
 
     with raises(WeightSyncError, worker="rollout worker 0") as caught:
         asyncio.run(only_receive())
@@ -150,7 +151,7 @@ def test_receive_without_sender_keeps_old_version(pool: Pool) -> None:
     assert isinstance(failure, DeadlineError) and [name.split(" (")[0] for name in failure.missing] == [
         "actor worker 0"
     ]
-    assert asyncio.run(pool.group(0).call(RolloutWorker.drop_weights, timeout_s=10, phase="drop")) == [None]
+    assert asyncio.run(pool.group(0).call(RolloutWorker.drop_weights, timeout_s=PATIENCE_S, phase="drop")) == [None]
     after = generate(pool, 0)
     assert same(after, before) and {response.weights_version for response in after.values()} == {0}
 
@@ -175,7 +176,7 @@ def test_sync_new_requests_wait_for_new_version(pool: Pool, folders: Any) -> Non
 
     async def overlap() -> tuple[dict[int, Response], dict[int, Response]]:
         early = asyncio.ensure_future(pool.responses(0, prompts(64)))
-        sync = pool.sync(0, timeout_s=30)
+        sync = pool.sync(0, timeout_s=PATIENCE_S)
         await sync.connect()
         syncing = asyncio.ensure_future(sync.sync(4))
         late = asyncio.ensure_future(pool.responses(0, prompts(12), greedy=True))
@@ -183,7 +184,7 @@ def test_sync_new_requests_wait_for_new_version(pool: Pool, folders: Any) -> Non
         return await early, await late
 
     patient = config_for(
-        folders[OLD, True], "actor_rollout_ref.nccl_timeout=30"
+        folders[OLD, True], "actor_rollout_ref.nccl_timeout=60"
     )  # 64 responses take long on a busy machine
     with pool.configured(0, patient):
         early, late = asyncio.run(overlap())
@@ -198,7 +199,7 @@ def test_sync_dead_worker_is_named_and_others_keep_version(pool: Pool) -> None:
     pool.call_actor("set_weights", NEW, True)
     group = pool.group(0)
     doomed = ray.remote(num_cpus=0, runtime_env=environment())(DoomedWorker).remote()
-    ray.get(doomed.setup.remote(), timeout=60)
+    ray.get(doomed.setup.remote(), timeout=PATIENCE_S)
     group.handles.append(doomed)
     sync = make_synchronizer(pool.actor, group)
     asyncio.run(sync.connect())

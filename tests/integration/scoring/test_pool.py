@@ -38,12 +38,12 @@ from tests._support.fake_teachers import REFUSED, K, OffsetEngine, fake_scores
 from tests._support.fake_worker import running_worker
 from tests._support.ports import free_port
 from tests._support.teacher_service import running_proxy
-from tests._support.waiting import wait_until_async
+from tests._support.waiting import PATIENCE_S, wait_until_async
 
 FREED_AFTER_S = 2.0
 """Time after which Ray has deleted unused arguments of a constructor (RAY_free_objects_period_milliseconds is 1000)."""
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("ray_session")]
+pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 def sequence(uid: int, n_tokens: int = 6) -> TeacherSequence:
@@ -80,14 +80,14 @@ def service(engine: OffsetEngine) -> Iterator[Proxy]:
 
 def spec_of(proxy: Proxy, **options: Any) -> ClientSpec:
     """Return the description of a client that knows the model of the service."""
-    with TeacherClient(server_port=proxy.frontend_port, timeout_s=20, **options) as client:
+    with TeacherClient(server_port=proxy.frontend_port, timeout_s=PATIENCE_S, **options) as client:
         client.hello()
         return client.spec()
 
 
 def spec_with_last_tokens(proxy: Proxy) -> ClientSpec:
     """Return a description that Ray stores as an object, because it is above 100 KiB."""
-    with TeacherClient(server_port=proxy.frontend_port, timeout_s=20) as client:
+    with TeacherClient(server_port=proxy.frontend_port, timeout_s=PATIENCE_S) as client:
         spec = replace(client.spec(), model=client.hello())
     assert len(pickle.dumps(spec)) > 100 << 10
     return spec
@@ -103,7 +103,7 @@ def fetched(scores: Sequence[StoredTopK], sequences: Sequence[TeacherSequence]) 
             uid=uid, ids=ids_T, logprobs=zeros_T, finish_reason="stop", weights_version=0, versions_T=ids_T
         )
         samples.append(Sample(prompt=Prompt(uid=uid, ids=ids_T[:1], row=0), response=response, teacher=stored))
-    return [sample.top_k for sample in with_top_k(samples, timeout_s=20)]
+    return [sample.top_k for sample in with_top_k(samples, timeout_s=PATIENCE_S)]
 
 
 def assert_scored(scores: Sequence[StoredTopK], sequences: Sequence[TeacherSequence], offset: int = 0) -> None:
@@ -404,7 +404,7 @@ def test_lost_rows_are_a_worker_error(service: Proxy) -> None:
         sequences = [sequence(0)]
         scores = await pool.scores(request(1, sequences=sequences), 20)
         owner = OwnerOfRows.remote()
-        (block,) = ray.get(owner.reference.remote(), timeout=60)
+        (block,) = ray.get(owner.reference.remote(), timeout=PATIENCE_S)
         ray.kill(owner)
         with raises(WorkerError, worker=""):
             fetched([replace(scores[0], block=block)], sequences)

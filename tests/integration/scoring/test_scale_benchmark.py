@@ -15,13 +15,14 @@ sys.path.insert(0, str(REPO / "benchmarks"))
 
 from scale_model import DriverCosts, Observation, extrapolate
 
+from tests._support.waiting import PATIENCE_S
+
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_quick_benchmark_writes_its_figures(tmp_path: Path) -> None:
     file = tmp_path / "scale.json"
     command = [sys.executable, "benchmarks/scale.py", "--quick", "--steps", "2", "--json", str(file)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     assert found["driver_us_per_response_token"] > 0 and found["driver_mb_per_gb_of_rows"] >= 0

@@ -17,7 +17,7 @@ from tests._support.base_config import CONFIG_NAME
 from tests._support.network_nodes import Network, Node, network, ray_cluster, unavailable
 from tests._support.repository import REPO
 from tests._support.training_command import make_model
-from tests._support.waiting import wait_until
+from tests._support.waiting import PATIENCE_S, wait_until
 
 TEACHER_PORT = 15555
 TIMEOUT_S = 15
@@ -50,12 +50,12 @@ class TrainingOnNodes:
         path = self.folder / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def await_step(self, step: int, timeout_s: float = 240) -> None:
+    def await_step(self, step: int, timeout_s: float = PATIENCE_S) -> None:
         """Wait until ``step`` steps are trained. Fail if the training ends before."""
         wait_until(lambda: len(self.metrics) >= step or self.process.poll() is not None, timeout_s)
         assert self.process.poll() is None or len(self.metrics) >= step, self.output
 
-    def finish(self, timeout_s: float = 300) -> int:
+    def finish(self, timeout_s: float = PATIENCE_S) -> int:
         """Wait for the end, and return the exit status."""
         try:
             return self.process.wait(timeout_s)
@@ -117,7 +117,7 @@ def settings(shared: Path) -> list[str]:
         "trainer.n_gpus_per_node=2",
         "trainer.scheduler=sync",
         "trainer.save_freq=-1",
-        "trainer.startup_timeout_s=120",
+        "trainer.startup_timeout_s=600",
     ]
 
 
@@ -146,7 +146,7 @@ def start_teacher(node: Node, shared: Path) -> None:
         "DTYPE": "float32",
         "MAX_MODEL_LEN": "64",
     }
-    started = node.run("bash", str(REPO / "teacher/start_server.sh"), timeout_s=200, **variables)
+    started = node.run("bash", str(REPO / "teacher/start_server.sh"), timeout_s=PATIENCE_S, **variables)
     assert started.returncode == 0, started.stdout + started.stderr
 
 

@@ -15,7 +15,7 @@ from tests._support.sample_records import record_of
 from tests._support.waiting import wait_until
 from tests.integration.several_nodes.conftest import TIMEOUT_S, Laboratory, TrainingOnNodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 UNTIL_STOPPED = "trainer.total_training_steps=100000", "ray_init.address=auto"
 ERROR_MARGIN_S = 5.0

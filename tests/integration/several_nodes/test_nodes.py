@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests._support.network_nodes import Network, Node, network, ray_cluster, unavailable
-from tests._support.waiting import wait_until
+from tests._support.waiting import PATIENCE_S, wait_until
 
 SERVER = "import socket; s = socket.create_server(('', 7000)); print('ready', flush=True)\nwhile True: s.accept()"
 RAY_PROGRAM = """
 import ray, socket
 ray.init(address="auto", log_to_driver=False)
 task = ray.remote(lambda: (socket.gethostname(), ray.util.get_node_ip_address()))
-print(*ray.get(task.options(num_cpus=2).remote(), timeout=60))
+print(*ray.get(task.options(num_cpus=2).remote(), timeout=PATIENCE_S))
 """
 
 
@@ -33,11 +33,11 @@ def created(tmp_path: Path) -> Iterator[Network]:
 def connects(node: Node, to: Node) -> bool:
     """Return True if a TCP connection from a node to the server on another one opens within a second."""
     program = f"import socket; socket.create_connection(('{to.address}', 7000), timeout=1)"
-    return node.run(sys.executable, "-c", program, timeout_s=20).returncode == 0
+    return node.run(sys.executable, "-c", program, timeout_s=PATIENCE_S).returncode == 0
 
 
 def output_of(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S).stdout
 
 
 def pid_namespace(process: Path) -> str:
@@ -58,12 +58,12 @@ class TestNode:
         nodes = [created.add_node() for _ in range(2)]
         show = "hostname; hostname -I; touch /tmp/mine /dev/shm/mine; ls /tmp | grep node; ps -e -o pid= | wc -l"
         for i, node in enumerate(nodes):
-            shown = node.run("bash", "-c", show.replace("mine", f"of_node{i}"), timeout_s=20).stdout.split()
+            shown = node.run("bash", "-c", show.replace("mine", f"of_node{i}"), timeout_s=PATIENCE_S).stdout.split()
             assert shown[:3] == [f"node{i}", node.address, f"of_node{i}"]
             assert int(shown[3]) < 8  # the first process and this command
 
     def test_shares_its_folder_with_this_machine(self, created: Network) -> None:
-        created.add_node().run("touch", f"{created.shared}/file", timeout_s=20)
+        created.add_node().run("touch", f"{created.shared}/file", timeout_s=PATIENCE_S)
         assert (created.shared / "file").exists()
 
     def test_cut_link_loses_packets_until_restored(self, created: Network) -> None:
@@ -104,6 +104,6 @@ class TestNode:
 def test_ray_runs_task_on_second_node(created: Network) -> None:
     nodes = [created.add_node() for _ in range(2)]
     with ray_cluster(nodes, (1, 2)):
-        done = nodes[0].run(sys.executable, "-c", RAY_PROGRAM, timeout_s=90)
+        done = nodes[0].run(sys.executable, "-c", RAY_PROGRAM, timeout_s=PATIENCE_S)
     assert done.stdout.split()[-2:] == ["node1", nodes[1].address], done.stdout + done.stderr
     assert [line for node in nodes for line in node.processes()] == []

@@ -12,7 +12,7 @@ import pytest
 from tests._support.waiting import wait_until
 from tests.integration.several_nodes.conftest import TEACHER_PORT, Laboratory, TrainingOnNodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 STEPS = "trainer.total_training_steps=4"
 COMPARED = ("actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/lr", "actor/n_tokens", "training/staleness_max")

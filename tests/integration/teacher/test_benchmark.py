@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests._support.teacher_service import REPO, processes_of
-from tests._support.waiting import wait_until
+from tests._support.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 COMMAND = [sys.executable, str(REPO / "benchmarks" / "teacher_service.py"), "--quick"]
 
@@ -23,7 +23,12 @@ def test_benchmark_writes_figures_and_ends_its_processes(tmp_path: Path) -> None
     path = tmp_path / "teacher.json"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [*COMMAND, "--json", str(path)], env=environment, capture_output=True, text=True, timeout=200, check=False
+        [*COMMAND, "--json", str(path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(path.read_text())
@@ -48,12 +53,12 @@ def test_benchmark_interrupted_at_start_ends_its_processes(tmp_path: Path) -> No
             assert running.poll() is None
             return bool(list(tmp_path.glob("*/service/proxy.pid")))
 
-        wait_until(proxy_started, timeout_s=60)
+        wait_until(proxy_started)
         os.killpg(running.pid, signal.SIGINT)  # like Ctrl-C
-        assert running.wait(timeout=60) != 0
+        assert running.wait(timeout=PATIENCE_S) != 0
     finally:
         running.kill()
-        running.wait(timeout=60)
+        running.wait(timeout=PATIENCE_S)
     assert processes_of(tmp_path) == []
 
 
@@ -61,7 +66,12 @@ def test_proxy_benchmark_reports_every_case_and_ends_its_processes(tmp_path: Pat
     path = tmp_path / "proxy.json"
     command = [sys.executable, str(REPO / "benchmarks" / "teacher_proxy.py"), "--megabytes", "4", "--json", str(path)]
     done = subprocess.run(
-        command, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=200, check=False
+        command,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(path.read_text())

@@ -21,19 +21,9 @@ import pytest
 from teacher import ScoredSequence, TeacherClient, TeacherSequence
 from tests._support.ports import free_port
 from tests._support.teacher_service import MAX_MODEL_LEN, VOCAB_SIZE, processes_of, run_script
-from tests._support.waiting import wait_until
-
-pytestmark = pytest.mark.timeout(150)
+from tests._support.waiting import PATIENCE_S, wait_until
 
 N_REQUESTS = 200
-
-QUICK_PROXY = """
-import sys
-from teacher.wire import sockets
-sockets.WORKER_HEARTBEAT = sockets.HeartbeatSettings(interval_s=0.5, timeout_s=2.0)  # before the proxy imports it
-from teacher.__main__ import main
-sys.exit(main())
-"""
 
 
 class Chaos:
@@ -67,7 +57,7 @@ class Chaos:
     def stop(self) -> None:
         if self.proxy is not None:
             self.proxy.kill()
-            self.proxy.wait(timeout=60)
+            self.proxy.wait(timeout=PATIENCE_S)
         for run_dir in (self.run_dir / "joined", self.run_dir):
             run_script("stop_server.sh", "--run-dir", str(run_dir))
         assert processes_of(self.run_dir) == []
@@ -76,18 +66,18 @@ class Chaos:
         os.kill(int((self.run_dir / f"{name}.pid").read_text().split()[0]), number)
 
     def restart_proxy(self) -> None:
-        """Kill the proxy and start one on the same ports that detects stopped workers after 2 s instead of 5 s."""
+        """Kill the proxy and start another on the same ports."""
         self.signal("proxy", signal.SIGKILL)
         flags = ("--frontend-port", str(self.port), "--backend-port", str(self.backend_port), "--http-port", "-1")
-        self.proxy = subprocess.Popen([sys.executable, "-c", QUICK_PROXY, "proxy", *flags])
+        self.proxy = subprocess.Popen([sys.executable, "-m", "teacher", "proxy", *flags])
 
-    def client(self, timeout_s: float = 60.0) -> TeacherClient:
+    def client(self, timeout_s: float = PATIENCE_S) -> TeacherClient:
         return TeacherClient(server_port=self.port, timeout_s=timeout_s)
 
     def submit_all(self, client: TeacherClient) -> list[Future[list[ScoredSequence]]]:
         return [client.submit([sequence]) for sequence in self.sequences]
 
-    def check(self, futures: Sequence[Future[list[ScoredSequence]]], timeout_s: float = 60.0) -> None:
+    def check(self, futures: Sequence[Future[list[ScoredSequence]]], timeout_s: float = PATIENCE_S) -> None:
         """Check that all futures are done with the undisturbed results."""
         _, late = wait(futures, timeout_s)
         assert not late
@@ -142,7 +132,7 @@ def chaos(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def test_restarted_proxy_loses_no_request(chaos: Chaos) -> None:
     with chaos.client() as client:
         futures, counted = chaos.submit_all(client), Counter[int]()
-        assert when_done(futures, 20, counted).wait(30)
+        assert when_done(futures, 20, counted).wait(PATIENCE_S)
         chaos.restart_proxy()
         chaos.check(futures)
         wait_until(lambda: chaos.n_workers(client) == 2)
@@ -152,7 +142,7 @@ def test_restarted_proxy_loses_no_request(chaos: Chaos) -> None:
 def test_stopped_worker_loses_no_request_and_returns(chaos: Chaos) -> None:
     with chaos.client() as client:
         futures, counted = chaos.submit_all(client), Counter[int]()
-        assert when_done(futures, 20, counted).wait(30)
+        assert when_done(futures, 20, counted).wait(PATIENCE_S)
         chaos.signal("worker-0", signal.SIGSTOP)
         try:
             chaos.check(futures)
@@ -173,7 +163,7 @@ def test_killed_client_does_not_affect_others(chaos: Chaos) -> None:
             futures = [chaos.submit_all(client) for client in (one, other)]
         finally:
             vanishing.kill()
-            vanishing.wait(timeout=60)
+            vanishing.wait(timeout=PATIENCE_S)
             vanishing.stdout.close()
         for own in futures:
             chaos.check(own)
@@ -201,13 +191,13 @@ def test_killed_workers_lose_no_request_and_requests_wait_for_next_worker(chaos:
     with chaos.client() as client:
         lost_before = client.status().totals.workers_lost
         futures, counted = chaos.submit_all(client), Counter[int]()
-        assert when_done(futures, 20, counted).wait(30)
+        assert when_done(futures, 20, counted).wait(PATIENCE_S)
         chaos.signal("worker-0", signal.SIGKILL)
         chaos.check(futures)
         assert set(counted.values()) == {1}
 
         futures = chaos.submit_all(client)
-        assert when_done(futures, 20, Counter()).wait(30)
+        assert when_done(futures, 20, Counter()).wait(PATIENCE_S)
         chaos.signal("worker-1", signal.SIGKILL)
         wait_until(lambda: chaos.n_workers(client) == 0)
         assert not all(future.done() for future in futures)

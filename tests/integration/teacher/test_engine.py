@@ -22,6 +22,7 @@ from teacher.engines.sizes import ResultMemory
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.qwen2 import random_qwen2, save_word_tokenizer
 from tests._support.teacher_service import REPO
+from tests._support.waiting import PATIENCE_S
 from tests.integration.teacher.engine_script import (
     DISCARDED,
     FEW,
@@ -33,8 +34,6 @@ from tests.integration.teacher.engine_script import (
     TOO_LARGE,
     VOCAB_SIZE,
 )
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def error_of(scored: dict[str, Any], name: str) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def scored(padded_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     out = tmp_path_factory.mktemp("scored") / "scores.npz"
     command = [sys.executable, "-m", "tests.integration.teacher.engine_script", str(padded_qwen2), str(out)]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(np.load(out))
 

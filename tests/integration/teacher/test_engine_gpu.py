@@ -15,12 +15,12 @@ import torch
 from recipe_gkd.commands.gpu_smoke.reference import response_logits
 from tests._support.qwen2 import random_qwen2, save_word_tokenizer
 from tests._support.teacher_service import REPO
+from tests._support.waiting import PATIENCE_S
 from tests.integration.teacher.engine_script import DISCARDED, N_TOKENS, VOCAB_SIZE
 from tests.integration.teacher.gpu_engine_script import LONG
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 
@@ -33,7 +33,7 @@ def run_script(name: str, folder: Path) -> tuple[torch.nn.Module, dict[str, np.n
     save_word_tokenizer(model_folder, [f"t{i}" for i in range(3, N_TOKENS)])
     command = [sys.executable, "-m", f"tests.integration.teacher.{name}", str(model_folder), str(out)]
     environment = os.environ | {"PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return model, dict(np.load(out))
 

@@ -21,9 +21,7 @@ from teacher.wire.auth import client_keys, server_keys
 from tests._support.fake_worker import running_worker
 from tests._support.ports import free_port
 from tests._support.teacher_service import REPO, processes_of, running_proxy
-from tests._support.waiting import wait_until
-
-pytestmark = pytest.mark.timeout(60)
+from tests._support.waiting import PATIENCE_S, wait_until
 
 UNITS = REPO / "launch" / "systemd"
 
@@ -43,7 +41,9 @@ def run_script(name: str, python: Path, *flags: str, **variables: str) -> subpro
     environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     environment |= {"PYTHON": str(python), "CKPT_PATH": str(python.parent), "RUN_DIR": str(python.parent / "run")}
     command = [str(REPO / "teacher" / name), *flags]
-    return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=environment | variables, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
 
 
 def ports() -> dict[str, str]:
@@ -67,7 +67,7 @@ def test_scripts_secured_service_starts_joins_and_stops(python: Path, tmp_path: 
         assert joined.returncode == 0, joined.stderr
         command = ["status", "--json", "--port", setting["PROXY_FRONTEND_PORT"], "--auth-dir", str(copy)]
         shown = subprocess.run(
-            [python, "-m", "teacher", *command], capture_output=True, text=True, timeout=20, check=True
+            [python, "-m", "teacher", *command], capture_output=True, text=True, timeout=PATIENCE_S, check=True
         )
         assert len(json.loads(shown.stdout)["workers"]) == 2
         log = [json.loads(line) for line in (tmp_path / "run" / "proxy.log").read_text().splitlines()]
@@ -216,9 +216,9 @@ def test_end_with_parent_ends_process_with_its_parent(tmp_path: Path) -> None:
         assert pid in processes_of(ready)
     finally:
         parent.kill()
-        parent.wait(timeout=60)
+        parent.wait(timeout=PATIENCE_S)
     wait_until(lambda: processes_of(ready) == [])
-    orphan = subprocess.run([*child, "1"], capture_output=True, text=True, timeout=30, check=False)
+    orphan = subprocess.run([*child, "1"], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert orphan.returncode == 1 and "--end-with-parent 1: the parent process is" in orphan.stderr
 
 
@@ -234,7 +234,7 @@ def test_import_without_proxy_command_does_not_import_prometheus() -> None:
         "import sys, teacher, teacher.worker, teacher.proxy, teacher.__main__; "
         "sys.exit(any(name.startswith('prometheus') for name in sys.modules))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_systemd_units_are_valid(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", "--man=no", *map(str, tmp_path.glob("*.service"))],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert (checked.returncode, checked.stderr) == (0, "")
@@ -323,7 +323,7 @@ def test_ray_script_submits_secured_service(tmp_path: Path) -> None:
 
     def run(**more: str) -> subprocess.CompletedProcess[str]:
         environment = variables | more
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
     assert "AUTH_DIR: a folder of keys" in run().stderr
     words = run(AUTH_DIR="/shared/keys", TP_SIZE="2").stdout.split()

@@ -17,9 +17,9 @@ from teacher import TeacherClient, TeacherSequence
 from teacher.wire.make_keys import make_keys
 from tests._support.ports import free_port
 from tests._support.teacher_service import REPO, processes_of
-from tests._support.waiting import wait_until
+from tests._support.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.slow
 
 
 def test_ray_job_restarts_dead_processes_and_leaves_none(tiny_qwen2: Path, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_ray_job_restarts_dead_processes_and_leaves_none(tiny_qwen2: Path, tmp_p
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen(command, cwd=REPO, env=environment, stdout=log, stderr=log)
     try:
-        with TeacherClient(server_port=port, timeout_s=90, auth_dir=auth_dir) as client:
+        with TeacherClient(server_port=port, timeout_s=PATIENCE_S, auth_dir=auth_dir) as client:
             (before,) = client.submit(sequences).result()
             for kind in ("worker", "proxy"):
                 (pid,) = [pid for pid in processes_of(auth_dir) if is_teacher(pid, kind)]
@@ -54,10 +54,10 @@ def test_ray_job_restarts_dead_processes_and_leaves_none(tiny_qwen2: Path, tmp_p
                 (after,) = client.submit(sequences).result()
                 np.testing.assert_array_equal(before.topk_ids_TK, after.topk_ids_TK)
         job.terminate()
-        assert job.wait(timeout=40) == 0
+        assert job.wait(timeout=PATIENCE_S) == 0
     finally:
         job.kill()
-        job.wait(timeout=60)
+        job.wait(timeout=PATIENCE_S)
         deadline = time.monotonic() + 20
         while (left := processes_of(auth_dir)) and time.monotonic() < deadline:
             threading.Event().wait(0.1)
@@ -69,7 +69,9 @@ def test_ray_job_restarts_dead_processes_and_leaves_none(tiny_qwen2: Path, tmp_p
 def test_ray_job_public_address_without_keys_ends_at_once(tiny_qwen2: Path) -> None:
     command = [sys.executable, "-m", "launch.teacher_on_ray", "--cpu", "--bind=0.0.0.0", f"--ckpt-path={tiny_qwen2}"]
     environment = {**os.environ, "RAY_ADDRESS": "local"}
-    ended = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert ended.returncode == 1 and "python -m teacher keys" in ended.stderr
 
 

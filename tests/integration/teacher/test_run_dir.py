@@ -17,9 +17,7 @@ import pytest
 
 from tests._support.ports import free_port
 from tests._support.teacher_service import REPO, processes_of
-from tests._support.waiting import wait_until
-
-pytestmark = pytest.mark.timeout(60)
+from tests._support.waiting import PATIENCE_S, wait_until
 
 HOST = os.uname().nodename
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -64,7 +62,7 @@ def run(
         env=environment_of(interpreter, run_dir) | variables,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENCE_S,
         check=False,
         preexec_fn=limit_files,
     )
@@ -77,7 +75,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     assert process.poll() is None, "it was ended"
     process.kill()
-    process.wait(timeout=60)
+    process.wait(timeout=PATIENCE_S)
 
 
 def ticks(pid: int) -> str:
@@ -161,10 +159,10 @@ def test_stop_old_pid_file_format_is_stopped(interpreter: Path, tmp_path: Path) 
     try:
         (tmp_path / "proxy.pid").write_text(f"{old.pid} {ticks(old.pid)}\n")
         assert run("stop_server.sh", interpreter, tmp_path).returncode == 0
-        assert old.wait(timeout=60) == -signal.SIGTERM and not (tmp_path / "proxy.pid").exists()
+        assert old.wait(timeout=PATIENCE_S) == -signal.SIGTERM and not (tmp_path / "proxy.pid").exists()
     finally:
         old.kill()
-        old.wait(timeout=60)
+        old.wait(timeout=PATIENCE_S)
 
 
 FULL_DISK = """
@@ -251,7 +249,7 @@ def test_stop_group_without_leader_kills_only_own_processes(
         leader = subprocess.Popen(
             ["bash", "-c", "sleep 60 >&2 & echo $!"], stdout=subprocess.PIPE, stderr=errors, start_new_session=True
         )
-    member = int(leader.communicate(timeout=60)[0])
+    member = int(leader.communicate(timeout=PATIENCE_S)[0])
     if log_is_removed:
         log.unlink()
     try:
@@ -285,11 +283,11 @@ def test_stop_signaled_while_waiting_kills_process(how: str, interpreter: Path, 
         while how != "signal" and script.poll() is None:
             os.killpg(script.pid, signal.SIGINT)
             threading.Event().wait(0.02)
-        assert script.wait(timeout=60) == 0 and stubborn.wait(timeout=60) == -signal.SIGKILL
+        assert script.wait(timeout=PATIENCE_S) == 0 and stubborn.wait(timeout=PATIENCE_S) == -signal.SIGKILL
         assert not (tmp_path / "proxy.pid").exists()
     finally:
         stubborn.kill()
-        stubborn.wait(timeout=60)
+        stubborn.wait(timeout=PATIENCE_S)
 
 
 def test_start_signaled_during_final_check_ends_service(interpreter: Path, tmp_path: Path) -> None:
@@ -299,11 +297,11 @@ def test_start_signaled_during_final_check_ends_service(interpreter: Path, tmp_p
         wait_until(lambda: len(processes_of(Path(f"{interpreter} check"))) == 1)
         assert len(processes_of(tmp_path)) == 3
         script.terminate()
-        assert script.wait(timeout=60) == 128 + signal.SIGTERM
+        assert script.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
         assert processes_of(tmp_path) == []
     finally:
         script.kill()
-        script.wait(timeout=60)
+        script.wait(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("repeated", [False, True])
@@ -321,7 +319,7 @@ def test_start_interrupted_at_any_moment_leaves_no_process(repeated: bool, inter
         while script.poll() is None:
             os.killpg(script.pid, signal.SIGINT)
             if not repeated:
-                script.wait(timeout=60)
+                script.wait(timeout=PATIENCE_S)
             threading.Event().wait(0.01)
         assert script.returncode in (128 + signal.SIGINT, -signal.SIGINT, 1)  # 1: while Python itself starts
         assert processes_of(tmp_path) == []

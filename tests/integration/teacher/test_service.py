@@ -24,15 +24,13 @@ from teacher.errors import TeacherAsleep
 from tests._support.errors import raises
 from tests._support.ports import free_port
 from tests._support.teacher_service import MAX_MODEL_LEN, REPO, VOCAB_SIZE, Service, processes_of, run_script
-from tests._support.waiting import wait_until
+from tests._support.waiting import PATIENCE_S, wait_until
 from tests.integration.teacher import qwen2_float64
-
-pytestmark = pytest.mark.timeout(150)
 
 
 @pytest.fixture
 def client(service: Service) -> Iterator[TeacherClient]:
-    with TeacherClient(server_port=service.port, timeout_s=30) as connected:
+    with TeacherClient(server_port=service.port, timeout_s=PATIENCE_S) as connected:
         yield connected
 
 
@@ -104,7 +102,7 @@ def test_interleaved_clients_get_scores_at_their_own_temperature(
 ) -> None:
     """Long sequences span several engine steps, so that requests of both clients are in the engine together."""
     sequences = random_sequences([(n, 1 + n // 3) for n in range(MAX_MODEL_LEN - 20, MAX_MODEL_LEN)])
-    with TeacherClient(server_port=service.port, timeout_s=30) as other:
+    with TeacherClient(server_port=service.port, timeout_s=PATIENCE_S) as other:
         futures = [
             (temperature, sequence, one_client.submit([sequence], temperature=temperature))
             for sequence in sequences
@@ -258,12 +256,12 @@ def test_start_interrupted_leaves_no_process(tiny_qwen2: Path, tmp_path: Path) -
     command = [REPO / "teacher" / "start_server.sh", "--ckpt-path", tiny_qwen2, "--run-dir", tmp_path, *ports]
     starting = subprocess.Popen(command, env={**os.environ, "PYTHON": sys.executable})
     try:
-        wait_until((tmp_path / "worker-0.pid").exists, timeout_s=60)
+        wait_until((tmp_path / "worker-0.pid").exists)
         starting.terminate()
-        assert starting.wait(timeout=90) == 128 + signal.SIGTERM
+        assert starting.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
     finally:
         starting.kill()
-        starting.wait(timeout=60)
+        starting.wait(timeout=PATIENCE_S)
         run_script("stop_server.sh", "--run-dir", str(tmp_path))
     assert processes_of(tmp_path) == []
 
@@ -285,7 +283,7 @@ def test_stop_ends_only_own_hanging_worker(service: Service, client: TeacherClie
         stopped = run_script("stop_server.sh", "--run-dir", str(tmp_path), "--stop-timeout-s", "1")
     assert stopped.returncode == 0 and "killing" in stopped.stderr
     assert processes_of(tmp_path) == [] and len(processes_of(service.run_dir)) == 2
-    wait_until(lambda: client.hello().n_workers == 1, timeout_s=30)
+    wait_until(lambda: client.hello().n_workers == 1)
     assert len(client.submit(random_sequences([(8, 2)])).result()) == 1
     assert "nothing to stop" in run_script("stop_server.sh", "--run-dir", str(tmp_path)).stdout
 

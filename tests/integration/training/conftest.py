@@ -81,17 +81,17 @@ def settings(student: Path, prompts: Path, teacher: Teacher) -> list[str]:
         "data.max_response_length=12",
         "data.train_batch_size=8",
         f"actor_rollout_ref.model.path={student}",
-        "actor_rollout_ref.nccl_timeout=30",
+        "actor_rollout_ref.nccl_timeout=60",
         "actor_rollout_ref.actor.megatron.dtype=float32",
         "actor_rollout_ref.actor.optim.lr=0.003",
-        "actor_rollout_ref.actor.timeout_s=60",
+        "actor_rollout_ref.actor.timeout_s=240",
         "actor_rollout_ref.rollout.dtype=float32",
-        "actor_rollout_ref.rollout.timeout_s=60",
+        "actor_rollout_ref.rollout.timeout_s=240",
         "actor_rollout_ref.rollout.kv_cache_memory_megabytes=32",
         f"actor_rollout_ref.teacher.server_port={teacher.port}",
-        "actor_rollout_ref.teacher.timeout_s=30",
+        "actor_rollout_ref.teacher.timeout_s=120",
         "trainer.device=cpu",
-        "trainer.startup_timeout_s=120",
+        "trainer.startup_timeout_s=600",
     ]
 
 

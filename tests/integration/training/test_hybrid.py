@@ -9,8 +9,6 @@ from safetensors import safe_open
 
 from tests._support.training_command import FULL_OBJECTIVE, Run, StartRun
 
-pytestmark = pytest.mark.timeout(600)
-
 MEGATRON = "actor_rollout_ref.actor.megatron"
 HYBRID = ("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync")
 OFFLOAD = tuple(f"{MEGATRON}.{state}_offload=true" for state in ("param", "grad", "optimizer"))

@@ -17,8 +17,7 @@ import pytest
 
 from tests._support.sample_records import check_exactly_once, record_of
 from tests._support.training_command import FULL_OBJECTIVE, Run, StartRun, processes_of_run
-
-pytestmark = pytest.mark.timeout(600)
+from tests._support.waiting import PATIENCE_S
 
 N_KILLS, SEED = int(os.environ.get("KILLS", "20")), int(os.environ.get("KILL_SEED", "0"))
 TARGETS = {
@@ -32,7 +31,7 @@ TARGETS = {
 """Name of a target -> part of the command line of its process."""
 REPLACED = {"actor", "rollout", "scoring"}
 """Targets without which a run continues."""
-END_TIMEOUT_S = 120.0
+END_TIMEOUT_S = PATIENCE_S
 RAY_WITHOUT_CONTROL_SERVICE_S = 5
 """Time after which Ray ends without its control service. In its 60 s by default, a campaign would complete."""
 REPRODUCIBLE = ("actor/", "response_seq_len/", "reward/")
@@ -105,7 +104,7 @@ class Campaign:
             if target not in REPLACED:
                 self.await_end(target)
                 self.start()
-        while self.run.finish(timeout_s=400).status != 0 and self.n_starts <= len(targets) + 1:
+        while self.run.finish().status != 0 and self.n_starts <= len(targets) + 1:
             self.start()  # the last kill of a worker can end the run, for example during its start
         assert self.run.status == 0, self.run.output
 
@@ -119,7 +118,7 @@ class Campaign:
         """Wait for the end of the run after the kill of ``target``. Nothing of it may be left."""
         ended = self.run.finish(timeout_s=END_TIMEOUT_S)
         assert ended.status not in (None, 0), f"after the kill of {target}: {ended.output}"
-        assert ended.leftovers(timeout_s=20) == [], target
+        assert ended.leftovers() == [], target
 
 
 def test_killed_processes_change_nothing_in_sync(
@@ -172,6 +171,6 @@ def test_campaign_of_random_kills(
     bound = 0 if scheduler == "sync" else 1
     check_exactly_once(campaign.run.folder, n_steps, N_PER_STEP, bound)
     if scheduler == "sync":
-        undisturbed = start_run(*overrides, folder=tmp_path / "undisturbed").finish(timeout_s=400)
+        undisturbed = start_run(*overrides, folder=tmp_path / "undisturbed").finish()
         assert undisturbed.status == 0, undisturbed.output
         assert reproducible(campaign.run) == reproducible(undisturbed)

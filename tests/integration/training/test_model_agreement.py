@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from recipe_gkd.weight_sync.model_check import BOUND_FLOAT32_ON_CPU, SYNC_METRIC, UPDATE_METRIC
 from tests._support.training_command import StartRun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 ACTOR = "actor_rollout_ref.actor"
 FSDP = (f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype=float32")

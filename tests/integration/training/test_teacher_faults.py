@@ -12,8 +12,6 @@ import pytest
 from tests._support.teacher_service import run_script
 from tests._support.training_command import FULL_OBJECTIVE, Run, StartRun, Teacher, running_teacher, stop_service
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture
 def own_teacher(teacher_model: Path, tmp_path: Path) -> Iterator[Teacher]:

@@ -16,8 +16,6 @@ from tests._support.ports import free_port
 from tests._support.repository import REPO
 from tests._support.training_command import FULL_OBJECTIVE, Run, StartRun, Teacher, running_teacher
 
-pytestmark = pytest.mark.timeout(600)
-
 TEACHER = "actor_rollout_ref.teacher"
 REWARD = (
     f"custom_reward_function.path={REPO / 'tests/_support/verl_reward.py'}",

@@ -21,7 +21,6 @@ from recipe_gkd.weight_sync.store import join_store, open_store
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

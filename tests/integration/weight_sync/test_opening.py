@@ -17,7 +17,6 @@ from recipe_gkd.weight_sync.transport import Transport
 from tests._support.errors import raises
 from tests.integration.weight_sync.transport_pairs import CPU, LABELS, connect_all, spawn
 
-pytestmark = pytest.mark.timeout(60)
 TIMEOUT_S = 1.5
 PATIENCE_S = 60.0
 """Deadline of the tests' own waits."""

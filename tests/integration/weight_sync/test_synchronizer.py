@@ -31,7 +31,6 @@ from recipe_gkd.weight_sync.transport_factory import open_transport
 from tests._support.errors import raises
 from tests.integration.weight_sync.transport_pairs import CPU, META, make_weights, spawn
 
-pytestmark = pytest.mark.timeout(60)
 TIMEOUT_S = 600.0  # longer than a test may take, so that no test passes by waiting for it
 
 

@@ -30,6 +30,7 @@ from recipe_gkd.weight_sync.sender_api import WeightSenderApi
 from recipe_gkd.weight_sync.store import interrupt, join_store, open_store
 from recipe_gkd.weight_sync.transport import Transport
 from tests._support.errors import culprits, raises
+from tests._support.waiting import PATIENCE_S
 from tests.integration.weight_sync.transport_pairs import (
     CPU,
     KINDS,
@@ -41,7 +42,6 @@ from tests.integration.weight_sync.transport_pairs import (
     stalling_export,
 )
 
-pytestmark = pytest.mark.timeout(60)
 TRANSPORT = "weight transport"
 BUCKET_BYTES = 3000  # a bucket holds one tensor of 1600 bytes
 both_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -80,7 +80,7 @@ class SlowStore:
 
 
 def _die_in_second_bucket(port: int, kind: type[Transport]) -> None:
-    transport = kind(join_store("127.0.0.1", port, 20), rank=1, labels=LABELS[:2], device=CPU, timeout_s=20)
+    transport = kind(join_store("127.0.0.1", port, 20), rank=1, labels=LABELS[:2], device=CPU, timeout_s=PATIENCE_S)
     seen: list[Any] = []
 
     def take(tensors: NamedTensors) -> None:
@@ -150,7 +150,7 @@ class TestTransfer:
                 for c, t in zip(receivers, taken, strict=True)
             ]
             stats = send_weights(sender, version, META, sent.items(), bucket_bytes)
-            results = [future.result(60) for future in receiving]
+            results = [future.result(PATIENCE_S) for future in receiving]
             for received in taken:
                 assert [name for name, _ in received] == list(sent)
                 assert all(t.dtype == sent[name].dtype and torch.equal(t, sent[name]) for name, t in received)
@@ -167,17 +167,19 @@ class TestTransfer:
         def export() -> Any:
             for i, item in enumerate(make_weights().items()):
                 if i == 2:
-                    assert loading.wait(10)  # the first bucket is loading, the second has arrived, this is the third
+                    assert loading.wait(
+                        PATIENCE_S
+                    )  # the first bucket is loading, the second has arrived, this is the third
                     packed.set()
                 yield item
 
         def take(_: NamedTensors) -> None:
             loading.set()
-            assert packed.wait(10)
+            assert packed.wait(PATIENCE_S)
 
         receiving = spawn(lambda: receive_weights(receiver, 3, META, BUCKET_BYTES, take))
         send_weights(sender, 3, META, export(), BUCKET_BYTES)
-        receiving.result(60)
+        receiving.result(PATIENCE_S)
 
     @both_kinds
     def test_send_slow_receiver_gets_intact_buckets(self, kind: type[Transport]) -> None:
@@ -200,7 +202,7 @@ class TestTransfer:
             ]
             send_weights(sender, version, META, sent.items(), BUCKET_BYTES)
             for future in receiving:
-                future.result(60)
+                future.result(PATIENCE_S)
             for found in taken.values():
                 assert all(torch.equal(tensor, sent[name]) for name, tensor in found) and len(found) == len(META)
 
@@ -213,7 +215,7 @@ class TestTransfer:
         taken: NamedTensors = []
         receiving = spawn(lambda: receive_weights(receiver, 1, meta, 1024, taken.extend))
         send_weights(sender, 1, meta, sent.items(), 1024)
-        receiving.result(60)
+        receiving.result(PATIENCE_S)
         assert sender.requested == (2, 1024)
         assert sent["embed"].data_ptr() in sender.sent and sent["head"].data_ptr() not in sender.sent
         assert [name for name, _ in taken] == list(sent) and all(
@@ -227,7 +229,7 @@ class TestTransfer:
         with raises(WeightSyncError, phase="weights v3, begin"):
             send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
         with raises(WeightSyncError, phase="weights v4, begin"):
-            receiving.result(60)
+            receiving.result(PATIENCE_S)
         assert not taken
 
     def test_confirm_flipped_bit_raises_on_both_sides(self) -> None:
@@ -236,7 +238,7 @@ class TestTransfer:
         with raises(WeightSyncError, phase="weights v3, confirm"):
             send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
         with raises(WeightSyncError, phase="weights v3, confirm"):
-            receiving.result(60)
+            receiving.result(PATIENCE_S)
 
 
 class TestSenderFailure:
@@ -258,7 +260,7 @@ class TestSenderFailure:
             receive_weights(receiver, 4, META, BUCKET_BYTES, ignore)
         resume.set()
         with pytest.raises((WeightSyncError, DeadlineError)) as caught:
-            sending.result(60)
+            sending.result(PATIENCE_S)
         assert "rollout worker 0" in culprits(caught.value)
 
     def test_send_export_raises_receivers_get_reason(self) -> None:
@@ -273,7 +275,7 @@ class TestSenderFailure:
             send_weights(sender, 3, META, export(), BUCKET_BYTES)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         with raises(WeightSyncError, reported_by=("actor worker 0",)):
-            receiving.result(60)
+            receiving.result(PATIENCE_S)
 
     @pytest.mark.parametrize(
         ("change", "tensors"),
@@ -290,7 +292,7 @@ class TestSenderFailure:
         with raises(WeightSyncError, tensors=tensors):
             send_weights(sender, 3, META, change(list(make_weights().items())), BUCKET_BYTES)
         with raises(WeightSyncError, reported_by=("actor worker 0",)):
-            receiving.result(60)
+            receiving.result(PATIENCE_S)
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_send_failure_drains_export_on_every_rank(self, rank: int) -> None:
@@ -320,9 +322,9 @@ class TestReceiverFailure:
             send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
         assert "rollout worker 1" in caught.value.what  # reported by that rank, at a rendezvous or by an interruption
         with raises(WeightSyncError, phase=f"{TRANSPORT}, weights v3, load"):
-            receiving[1].result(60)
+            receiving[1].result(PATIENCE_S)
         with pytest.raises((WeightSyncError, DeadlineError)):
-            receiving[0].result(60)
+            receiving[0].result(PATIENCE_S)
 
     def test_send_absent_receiver_is_named(self) -> None:
         sender, first, _ = connect_all(2, 1.0)
@@ -336,7 +338,7 @@ class TestReceiverFailure:
         process = multiprocessing.get_context("spawn").Process(target=_die_in_second_bucket, args=(store.port, kind))
         process.start()
         try:
-            sender = kind(store, rank=0, labels=LABELS[:2], device=CPU, timeout_s=20)
+            sender = kind(store, rank=0, labels=LABELS[:2], device=CPU, timeout_s=PATIENCE_S)
             sender.peers.timeout_s = 1.0  # 20 s were for the import of torch in the new process
             with pytest.raises((DeadlineError, WeightSyncError)) as caught:
                 send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
@@ -356,7 +358,7 @@ class TestStoreAndPeers:
         def rendezvous(n: int) -> int:
             futures = [spawn(lambda rank=rank: [rank.peers.rendezvous("m", "x") for _ in range(n)]) for rank in ranks]  # type: ignore[misc]
             for future in futures:
-                assert len(future.result(60)) == n
+                assert len(future.result(PATIENCE_S)) == n
             return int(ranks[0].peers.mailbox.store.num_keys())
 
         assert rendezvous(3) == rendezvous(100) == rendezvous(1)
@@ -380,7 +382,7 @@ class TestStoreAndPeers:
         interrupt("127.0.0.1", sender.peers.mailbox.store.port, "rollout worker 1 died")
         for rank in (sending, receiving):
             with raises(WeightSyncError) as caught:
-                rank.result(60)
+                rank.result(PATIENCE_S)
             assert "rollout worker 1 died" in caught.value.what
 
     def test_interrupt_with_stopped_store_process_returns(self) -> None:
@@ -389,7 +391,7 @@ class TestStoreAndPeers:
             assert process.stdout is not None
             port = int(process.stdout.readline())
             os.kill(process.pid, signal.SIGSTOP)
-            spawn(lambda: interrupt("127.0.0.1", port, "rollout worker 1 died")).result(60)
+            spawn(lambda: interrupt("127.0.0.1", port, "rollout worker 1 died")).result(PATIENCE_S)
         finally:
             process.kill()
             process.communicate()
@@ -405,7 +407,7 @@ class TestStoreAndPeers:
         with raises(DeadlineError, phase=f"{TRANSPORT}, connect", missing=("rollout worker 0",)):
             CollectiveTransport(store, rank=0, labels=LABELS[:3], device=CPU, timeout_s=1.0)
         with raises((DeadlineError, WeightSyncError), phase=f"{TRANSPORT}, connect"):
-            joining.result(60)
+            joining.result(PATIENCE_S)
 
     def test_join_store_absent_store_is_named(self) -> None:
         port = open_store("127.0.0.1", 1.0).port  # the store is closed again
@@ -431,7 +433,7 @@ class TestMemory:
             sender, receiver = connect_all(1, 10, IpcTransport)
             receiving = spawn(lambda: receive_weights(receiver, 1, META, BUCKET_BYTES, ignore))
             send_weights(sender, 1, META, make_weights().items(), BUCKET_BYTES)
-            receiving.result(60)
+            receiving.result(PATIENCE_S)
             assert sum("memfd:weights" in target for target in open_files()) > before
             for transport in (sender, receiver):
                 transport.close()

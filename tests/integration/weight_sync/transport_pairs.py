@@ -14,10 +14,11 @@ from recipe_gkd.weight_sync.collective import CollectiveTransport
 from recipe_gkd.weight_sync.ipc import IpcTransport
 from recipe_gkd.weight_sync.store import join_store, open_store
 from recipe_gkd.weight_sync.transport import Transport
+from tests._support.waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 LABELS = ["actor worker 0", *(f"rollout worker {rank}" for rank in range(3))]
-CONNECT_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = PATIENCE_S
 KINDS = [CollectiveTransport, IpcTransport]
 
 META: list[TensorMeta] = [(f"layer.{i}.weight", (40, 10), "float32") for i in range(5)] + [("bias", (3,), "bfloat16")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from torch.distributed import Store
 
 from recipe_gkd.actor.ranks import RankSpec, find_store, wait_for_all_ranks
@@ -12,8 +11,6 @@ from recipe_gkd.errors import DeadlineError
 from recipe_gkd.weight_sync.store import open_store
 from tests._support.errors import raises
 from tests._support.ports import free_port
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def rank_spec(rank: int, world_size: int, rendezvous: Store | tuple[str, int]) -> RankSpec:

@@ -15,8 +15,6 @@ import pytest
 from recipe_gkd.actor.checkpoint import writer_process
 from recipe_gkd.actor.checkpoint.writer_process import WriterProcess, kill_all, wait_for_any
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def _wait(writer: WriterProcess) -> None:
     while not writer.has_ended():

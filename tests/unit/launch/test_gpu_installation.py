@@ -153,7 +153,6 @@ class TestDockerfile:
         assert not [top for top in tops for pattern in patterns if fnmatch(top, pattern)]
 
     @pytest.mark.slow
-    @pytest.mark.timeout(600)
     def test_pip_dry_run_resolves(self, tmp_path: Path) -> None:
         """Resolve the requirements with the index that pip is configured to use."""
         needed = tmp_path / "requirements.txt"

@@ -24,8 +24,6 @@ from recipe_gkd.runtime.out_of_memory import ADVICE, MemoryPhase
 from tests._support.errors import raises
 from tests._support.rollout_models import prompts
 
-pytestmark = pytest.mark.timeout(30)
-
 OPTIONS = EngineOptions(
     model_path="/no/such/folder", device="cpu", dtype="float32", tensor_parallel_size=1, max_num_seqs=4,
     max_model_len=64, kv_cache_bytes=None, gpu_memory_utilization=0.5, enforce_eager=True, trust_remote_code=False,

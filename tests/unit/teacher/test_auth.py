@@ -33,8 +33,6 @@ from tests._support.fake_worker import FakeEngine, expected_scores, running_work
 from tests._support.teacher_service import StopFlag, running_proxy
 from tests._support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 SEQUENCE = TeacherSequence(np.array([1, 2, 3], np.int32), 1)
 
 

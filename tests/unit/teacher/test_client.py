@@ -48,8 +48,6 @@ from tests._support.scripted_service import ScriptedService, assert_scores, expe
 from tests._support.teacher_status import STATUS
 from tests._support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(30)
-
 
 @pytest.fixture
 def service() -> Iterator[ScriptedService]:

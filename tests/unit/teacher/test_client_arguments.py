@@ -16,7 +16,6 @@ from tests._support.fake_worker import FakeEngine, expected_scores, running_work
 from tests._support.repository import REPO
 from tests._support.teacher_service import running_proxy
 
-pytestmark = pytest.mark.timeout(30)
 VALID = TeacherSequence([9, 8, 7], prompt_len=1)
 
 

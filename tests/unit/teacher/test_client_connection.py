@@ -19,8 +19,6 @@ from tests._support.errors import raises
 from tests._support.ports import free_port
 from tests._support.scripted_service import ScriptedService, assert_scores, sequence
 
-pytestmark = pytest.mark.timeout(30)
-
 
 def test_lost_connection_resends_open_requests() -> None:
     port = free_port()

@@ -28,8 +28,6 @@ from tests._support.ports import free_port
 from tests._support.teacher_service import REPO, StopFlag, running_proxy
 from tests._support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 PROXY = ["proxy", "--frontend-port", "0", "--backend-port", "0", "--http-port", "-1"]
 
 

@@ -18,8 +18,6 @@ from tests._support.fake_worker import FakeEngine, expected_scores, running_work
 from tests._support.teacher_service import running_proxy
 from tests._support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def io_thread_runtimes_ns() -> dict[str, int]:
     """Return the CPU time of libzmq's I/O threads of this process, in nanoseconds by thread id."""

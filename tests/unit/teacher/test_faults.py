@@ -27,8 +27,6 @@ from tests._support.teacher_requests import make_sequence, raw_peer
 from tests._support.teacher_service import running_proxy
 from tests._support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,6 @@ from tests._support.teacher_service import running_proxy
 from tests._support.teacher_status import STATUS
 from tests._support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Source:
     """Status source with settable `status` and `age_s`."""

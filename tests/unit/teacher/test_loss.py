@@ -26,8 +26,6 @@ from tests._support.teacher_requests import RawPeer, make_sequence, raw_peer
 from tests._support.teacher_service import StopFlag, running_proxy
 from tests._support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 N_REQUESTS = 5
 SLACK_S = 4.0
 

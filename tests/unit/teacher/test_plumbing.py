@@ -36,7 +36,6 @@ from tests._support.teacher_requests import make_sequence
 from tests._support.teacher_service import StopFlag, running_proxy
 from tests._support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
 NAME = f"{socket.gethostname()}:{os.getpid()}"  # of all workers in this process
 
 

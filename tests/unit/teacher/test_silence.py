@@ -21,8 +21,6 @@ from tests._support.teacher_requests import make_sequence, raw_peer
 from tests._support.teacher_service import running_proxy
 from tests._support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_liveness_allows_longer_silence_than_step_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The silence of a worker includes the encoding of its replies. Every worker has its own limit."""

@@ -25,8 +25,6 @@ from tests._support.teacher_requests import make_sequence, raw_peer
 from tests._support.teacher_service import running_proxy
 from tests._support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 SEQUENCE = make_sequence(1, 2, 3)
 NAME = f"{socket.gethostname()}:{os.getpid()}"  # of all workers in this process
 

@@ -21,8 +21,6 @@ from tests._support.errors import raises
 from tests._support.fake_worker import INFO, TOO_COLD, FakeEngine, expected_scores, running_worker
 from tests._support.teacher_requests import make_sequence
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def assert_scored(answers: list[ScoredSequence], sequence: TeacherSequence, temperature: float) -> None:
     (actual,) = answers

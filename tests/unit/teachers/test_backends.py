@@ -41,8 +41,6 @@ from tests._support.errors import raises
 from tests._support.fake_teachers import pair
 from tests._support.teacher_service import MAX_MODEL_LEN, VOCAB_SIZE
 
-pytestmark = pytest.mark.timeout(60)
-
 KEY = "actor_rollout_ref.teacher"
 ROUTES = Routes(("default",))
 

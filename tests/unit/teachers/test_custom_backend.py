@@ -32,8 +32,6 @@ from tests._support.fake_teachers import pair
 from tests._support.repository import REPO
 from tests._support.teacher_service import VOCAB_SIZE
 
-pytestmark = pytest.mark.timeout(60)
-
 KEY = "actor_rollout_ref.teacher"
 ROUTES = Routes(("default",))
 EXAMPLE = REPO / "docs" / "examples" / "custom_teacher.py"

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from recipe_gkd.teachers.router import open_teachers
 from recipe_gkd.teachers.routes import Routes
@@ -22,7 +21,6 @@ from tests._support.teacher_service import StopFlag, running_proxy
 KEY = "actor_rollout_ref.teacher"
 
 
-@pytest.mark.timeout(60)
 def test_keyed_and_open_services_score_in_one_run(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     stop, registered = StopFlag(), threading.Event()

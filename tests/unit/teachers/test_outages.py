@@ -24,8 +24,6 @@ from tests._support.teacher_status import STATUS
 from tests._support.waiting import wait_until_async
 from tests.unit.teachers.test_router import ROUTES, configured
 
-pytestmark = pytest.mark.timeout(60)
-
 SEQUENCE = TeacherSequence(np.zeros(2, np.int32), 1)
 
 

@@ -38,8 +38,6 @@ from tests._support.data_sets import data_set_of
 from tests._support.errors import raises
 from tests._support.fake_teachers import fake_scores
 
-pytestmark = pytest.mark.timeout(60)
-
 KEY = "actor_rollout_ref.teacher"
 ONE, TWO = Routes(("default",)), Routes(("math", "code"), np.array([0, 1, 0]))
 SOLVED = "{answer};{prompt}"

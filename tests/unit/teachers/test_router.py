@@ -37,8 +37,6 @@ from tests._support.fake_teachers import REFUSED, fake_scores, is_scored_by, pai
 from tests._support.ports import free_port
 from tests._support.waiting import wait_until_async
 
-pytestmark = pytest.mark.timeout(60)
-
 TEACHER = "actor_rollout_ref.teacher"
 OFFSETS = {"math": 0, "code": 50}
 ROUTES = Routes(("default",))

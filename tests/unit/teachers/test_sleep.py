@@ -19,8 +19,6 @@ from tests._support.fake_teachers import OffsetEngine, is_scored_by, pair
 from tests._support.fake_worker import running_worker
 from tests._support.teacher_service import running_proxy
 
-pytestmark = pytest.mark.timeout(60)
-
 TEACHER = "actor_rollout_ref.teacher"
 BOTH = Routes(("one", "two"))
 

@@ -19,7 +19,6 @@ from tests._support.teacher_service import running_proxy
 from tests._support.waiting import wait_until
 
 TEACHER = "actor_rollout_ref.teacher"
-pytestmark = pytest.mark.timeout(30)
 
 
 def configured(*overrides: str) -> Config:
