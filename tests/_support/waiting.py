@@ -1,7 +1,7 @@
 """Waits for conditions, with a time limit.
 
 PATIENCE_S is the time limit of a wait for something that must come: the slowest machine needs less, and pytest's limit
-for one test is twice as long. It costs nothing where the tests pass. Numbers are left for limits that a test examines.
+for one test is three times as long. It costs nothing where the tests pass. A limit that a test examines is a number.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ ray.init(address=sys.argv[1].partition("=")[2], logging_level="ERROR")
 task = ray.remote(lambda: ray.get_runtime_context().get_node_id())
 nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 on_node = [task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
-assert set(ray.get([each.remote() for each in on_node], timeout=PATIENCE_S)) == nodes
+assert set(ray.get([each.remote() for each in on_node], timeout=60)) == nodes
 events = open(os.environ["EVENTS"], "a")
 print("tasks ran on", len(nodes), "nodes", file=events, flush=True)
 got = signal.sigtimedwait([signal.SIGUSR1], 60)

@@ -199,7 +199,7 @@ class Worker:
 async def main():
     group = WorkerGroup("rollout", [ray.remote(num_cpus=0)(Worker).remote()])
     try:
-        async for _ in group.stream(0, Worker.count, timeout_s=PATIENCE_S, phase="generate"):
+        async for _ in group.stream(0, Worker.count, timeout_s=60, phase="generate"):
             pass
     except WorkerDied as error:
         print("died:", error, await group.dead())
@@ -209,7 +209,7 @@ asyncio.run(main())
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
-    assert "died: generate: rollout worker 0 of 1 died" in done.stdout, done.stdout + done.stderr
+    assert "died: generate: rollout worker 0 of 1: its process died" in done.stdout, done.stdout + done.stderr
     assert "memory" in done.stdout and "[0]" in done.stdout
 
 

@@ -18,7 +18,7 @@ RAY_PROGRAM = """
 import ray, socket
 ray.init(address="auto", log_to_driver=False)
 task = ray.remote(lambda: (socket.gethostname(), ray.util.get_node_ip_address()))
-print(*ray.get(task.options(num_cpus=2).remote(), timeout=PATIENCE_S))
+print(*ray.get(task.options(num_cpus=2).remote(), timeout=60))
 """
 
 

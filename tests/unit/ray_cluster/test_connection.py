@@ -33,6 +33,7 @@ class TestConnectedCluster:
         self, monkeypatch: pytest.MonkeyPatch, of_the_user: str | None
     ) -> None:
         monkeypatch.setattr(connection, "start_local_cluster", lambda **_: None)
+        monkeypatch.setattr(ray, "shutdown", lambda: None)  # This process may have the cluster of other tests.
         monkeypatch.setattr(os, "environ", {} if of_the_user is None else {"RES_OPTIONS": of_the_user})
         with connection.connected_cluster(base_config()):
             assert os.environ["RES_OPTIONS"] == (of_the_user or RES_OPTIONS)
