@@ -31,8 +31,6 @@ FULL_OBJECTIVE = (
 )
 """Overrides for all loss terms: distillation, a policy loss on rewards, and cross-entropy on reference responses."""
 
-SCRIPT_TIMEOUT_S = PATIENCE_S
-
 
 def processes_of_run(run_id: str) -> list[str]:
     """Return ``pid command`` of each live process of a run. Zombies are excluded: their environment is empty."""
@@ -167,7 +165,7 @@ def running_teacher(model: Path, run_dir: Path, n_workers: int = 1, **more: obje
         "PROXY_FRONTEND_PORT": str(port),
         "HTTP_PORT": "-1",
     }
-    started = run_script("start_server.sh", timeout_s=SCRIPT_TIMEOUT_S, **service, **settings)
+    started = run_script("start_server.sh", **service, **settings)
     try:
         assert started.returncode == 0, started.stdout + started.stderr
         yield Teacher(port, run_dir, settings)
@@ -177,4 +175,4 @@ def running_teacher(model: Path, run_dir: Path, n_workers: int = 1, **more: obje
 
 def stop_service(run_dir: Path) -> None:
     """Stop the teacher processes of a run folder."""
-    run_script("stop_server.sh", timeout_s=SCRIPT_TIMEOUT_S, RUN_DIR=str(run_dir))
+    run_script("stop_server.sh", RUN_DIR=str(run_dir))

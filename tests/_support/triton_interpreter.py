@@ -19,14 +19,13 @@ from tests._support.ports import free_port
 from tests._support.waiting import PATIENCE_S
 
 Run = Callable[..., Any]
-JOB_TIMEOUT_S = PATIENCE_S
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Run]:
     """Function that runs ``job(*args)`` in a process with the interpreter, the same for all tests of a module."""
     with _process() as pool:
-        yield lambda job, *args: pool.submit(job, *args).result(timeout=JOB_TIMEOUT_S)
+        yield lambda job, *args: pool.submit(job, *args).result(timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def interpreted_ranks() -> Iterator[Run]:
         def run(job: Callable[..., Any], *args: Any) -> list[Any]:
             port = free_port()
             futures = [pool.submit(job, rank, len(pools), port, *args) for rank, pool in enumerate(pools)]
-            return [future.result(timeout=JOB_TIMEOUT_S) for future in futures]
+            return [future.result(timeout=PATIENCE_S) for future in futures]
 
         yield run
 

@@ -1,7 +1,6 @@
 """Waits for conditions, with a time limit.
 
-PATIENCE_S is the time limit of a wait for something that must come: the slowest machine needs less, and pytest's limit
-for one test is three times as long. It costs nothing where the tests pass. A limit that a test examines is a number.
+A limit that a test examines is a number in the test.
 """
 
 from __future__ import annotations
@@ -11,7 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 600.0
+PATIENCE_S = 900.0
+"""Limit of waits for what must come: more than the slowest machine needs, half of pytest's limit for one test."""
+FOREVER_S = 3600.0
+"""Longer than a test may take, so that no test passes by waiting for it. Sleeping processes of tests sleep as long."""
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:

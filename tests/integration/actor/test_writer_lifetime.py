@@ -23,13 +23,13 @@ def _actor_class() -> Any:
         def start(self) -> tuple[int, int]:
             """Fork a writer from a thread that ends, as Ray's threads may."""
             pids: list[int] = []
-            thread = threading.Thread(target=lambda: pids.append(WriterProcess(lambda: time.sleep(600)).pid))
+            thread = threading.Thread(target=lambda: pids.append(WriterProcess(lambda: time.sleep(3600)).pid))
             thread.start()
             thread.join()
             return os.getpid(), pids[0]
 
         def train(self) -> None:
-            time.sleep(600)
+            time.sleep(3600)
 
     return ray.remote(Actor)
 

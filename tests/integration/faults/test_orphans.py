@@ -23,7 +23,7 @@ class Parent:
     """A worker whose child has its own session, so that the end of the worker does not end the child."""
 
     def setup(self) -> None:
-        self.child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        self.child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
 
     def pids(self) -> tuple[int, int]:
         return os.getpid(), self.child.pid
@@ -74,7 +74,7 @@ class SlowParent(Parent):
 
     async def setup(self) -> None:  # type: ignore[override]
         super().setup()
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
 
     async def pids(self) -> tuple[int, int]:  # type: ignore[override]
         while not hasattr(self, "child"):

@@ -22,7 +22,7 @@ for name in TERM INT HUP USR1; do trap "echo training got $name >>events; sleep 
   exit ${SAVED:-$((128 + $(kill -l $name)))}" $name; done
 again() { echo training got TERM again >>events; exit 3; }
 [[ -z ${SECOND:-} ]] || trap "echo training got TERM >>events; trap again TERM" TERM
-sleep 50 &  # left behind
+sleep 3600 &  # left behind
 echo "helper $!" >>events
 echo "training $$" >>events
 while :; do sleep 0.05; done
@@ -239,7 +239,7 @@ set -euo pipefail
 source launch/foreground.bash
 set() { builtin set "$@"; [ "$1" != +m ] || builtin kill -s TERM $$; }
 kill() { echo "$@"; builtin kill "$@"; }
-run_foreground sleep 20
+run_foreground sleep 3600
 """
     done = subprocess.run(
         ["bash", "-c", script], cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S, check=False

@@ -37,7 +37,7 @@ class HangingWorker:
             pass
 
     def sleep_for_ever(self) -> None:
-        time.sleep(1000)
+        time.sleep(3600)
 
     def receive_for_ever(self) -> None:
         import socket
@@ -69,7 +69,7 @@ class HangingWorker:
 _SILENT_PEER = """
 import sys, time, torch.distributed as dist
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=1, world_size=2)
-time.sleep(1000)
+time.sleep(3600)
 """
 HANGS = ["fine", "spin_for_ever", "sleep_for_ever", "receive_for_ever", "sleep_for_ever", "sleep_for_ever"]
 STOPPED, DEAD = 4, 5
@@ -146,7 +146,7 @@ class TestStacks:
         def refuse(*_: object, **__: object) -> None:
             raise PermissionError("Operation not permitted")
 
-        foreign = subprocess.Popen(["sleep", "60"])  # It has no handler of SIGUSR1, which would end it.
+        foreign = subprocess.Popen(["sleep", "3600"])  # It has no handler of SIGUSR1, which would end it.
         monkeypatch.setattr(node_agent.subprocess, "run", refuse)
         _, pids, _ = hung
         for rank in (1, 2, 3):

@@ -88,7 +88,7 @@ class Rank:
 
     async def generate(self, prompts: list[Prompt], *_: Any) -> AsyncIterator[list[Prompt]]:
         yield prompts[:2]
-        await asyncio.sleep(300)
+        await asyncio.sleep(3600)
 
     def shutdown(self) -> None:
         pass

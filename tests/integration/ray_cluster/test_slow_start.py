@@ -15,7 +15,7 @@ from pathlib import Path
 command, marker = Path("/proc/self/cmdline").read_text(), Path(os.environ["SLOW_AGENT_MARKER"])
 if "dashboard/agent.py" in command and not marker.exists():
     marker.touch()
-    time.sleep(60)
+    time.sleep(3600)
 """
 START = """
 import logging

@@ -65,7 +65,7 @@ class Worker:
         return {name: os.environ.get(name) for name in VARIABLES}
 
     def hang_by_intention(self) -> None:
-        time.sleep(1000)
+        time.sleep(3600)
 
     def shutdown(self) -> None:
         pass

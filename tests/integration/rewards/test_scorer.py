@@ -19,7 +19,7 @@ from recipe_gkd.errors import ConfigError, RewardError
 from recipe_gkd.rewards import RewardItem, RewardScorer, process
 from tests._support.errors import raises
 from tests._support.reward_files import item, reward_file, settings
-from tests._support.waiting import PATIENCE_S, wait_until
+from tests._support.waiting import FOREVER_S, PATIENCE_S, wait_until
 
 
 def score(path: Path | None, items: Sequence[RewardItem], **values: Any) -> list[float]:
@@ -164,13 +164,13 @@ class TestAsyncFunction:
         [
             ("return 1 / 0", "exception", ("my_reward.py", "ZeroDivisionError")),
             ("raise asyncio.CancelledError", "exception", ("CancelledError",)),
-            ("await asyncio.sleep(60)", "timeout", ('my_reward.py", line 5',)),
-            ("import time; time.sleep(60)", "timeout", ("my_reward.py",)),
+            ("await asyncio.sleep(3600)", "timeout", ('my_reward.py", line 5',)),
+            ("import time; time.sleep(3600)", "timeout", ("my_reward.py",)),
             ("return None", "result", ()),
         ],
     )
     def test_failing_call_names_its_sample(self, tmp_path: Path, body: str, kind: str, trace: tuple[str, ...]) -> None:
-        body = f"if response == 'no. 0':\n    {body}\nawait asyncio.sleep(60 if response == 'no. 1' else 0)\nreturn 1"
+        body = f"if response == 'no. 0':\n    {body}\nawait asyncio.sleep(3600 if response == 'no. 1' else 0)\nreturn 1"
         path = reward_file(tmp_path, body, before="import asyncio\nasync \\")
         with raises(RewardError, uid=0, kind=kind) as caught:
             score(path, [item(uid, f"no. {uid}") for uid in range(4)], timeout_s=0.3)
@@ -264,7 +264,7 @@ class TestFailingCall:
             if pid:
                 open({str(forked)!r}, 'w').write(str(pid))
                 os._exit(3)
-            time.sleep(600)
+            time.sleep(3600)
         """
         path = reward_file(tmp_path, body, before="import os, time")
         with raises(RewardError, kind="exit", exit_status=3):
@@ -275,7 +275,7 @@ class TestFailingCall:
         "hang",
         [
             pytest.param("import re; re.match('(a+)+b', 'a' * 64)", id="in C with the GIL"),
-            pytest.param("time.sleep(600)", id="in a system call"),
+            pytest.param("time.sleep(3600)", id="in a system call"),
         ],
     )
     def test_missed_deadline_kills_the_process_group_and_shows_the_stack(self, tmp_path: Path, hang: str) -> None:
@@ -283,7 +283,7 @@ class TestFailingCall:
         started = tmp_path / "pid"
         body = f"""\
             if response == "no. 6":
-                helper = subprocess.Popen(["sleep", "600"])
+                helper = subprocess.Popen(["sleep", "3600"])
                 pathlib.Path({str(started)!r}).write_text(str(helper.pid))
                 {hang}
             time.sleep(0.1)
@@ -310,7 +310,7 @@ class TestOnFailure:
         "raise ConnectionError('no answer')",
         "return None",
         "os._exit(3)",
-        "time.sleep(600)",
+        "time.sleep(3600)",
     )
     ITEMS = tuple(item(uid, f"no. {uid}") for uid in range(20))
 
@@ -383,7 +383,7 @@ class TestOnFailure:
         before = f"import os, time\nprint(os.getpid(), file=open({str(pids)!r}, 'a'))\n"
         path = reward_file(tmp_path, "os._exit(3)", before=before)
         with RewardScorer(settings(path, on_failure="skip")) as scorer:
-            path.write_text(path.read_text().replace(before, f"{before}time.sleep(600)\n"))
+            path.write_text(path.read_text().replace(before, f"{before}time.sleep(3600)\n"))
 
             async def score_and_leave() -> None:
                 scoring = asyncio.ensure_future(scorer.score(self.ITEMS[:2]))
@@ -443,7 +443,7 @@ class TestLoad:
 
 class TestEnd:
     def test_cancel_and_close_do_not_wait_for_calls(self, tmp_path: Path) -> None:
-        path = reward_file(tmp_path, "import time; time.sleep(600); return 1")
+        path = reward_file(tmp_path, "import time; time.sleep(3600); return 1")
 
         async def cancel(scorer: RewardScorer) -> None:
             with pytest.raises(TimeoutError):
@@ -451,17 +451,17 @@ class TestEnd:
                     await scorer.score([item(uid) for uid in range(8)])
             scorer.close()
 
-        with RewardScorer(settings(path, num_workers=2, timeout_s=PATIENCE_S)) as scorer:
+        with RewardScorer(settings(path, num_workers=2, timeout_s=FOREVER_S)) as scorer:
             asyncio.run(cancel(scorer))
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
     def test_end_of_the_driver_ends_processes_and_their_children(self, tmp_path: Path, number: signal.Signals) -> None:
         pids = tmp_path / "pids"
         body = f"""\
-            helper = subprocess.Popen(["sleep", "600"])
+            helper = subprocess.Popen(["sleep", "3600"])
             open({str(pids)!r}, "a").write(f"{{os.getpid()}} {{helper.pid}}\\n")
             if extra:
-                time.sleep(600)
+                time.sleep(3600)
             return 1
         """
         path = reward_file(tmp_path, body, before="import os, subprocess, time")
@@ -469,7 +469,7 @@ class TestEnd:
         driver.write_text(
             f"import asyncio, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
             f"from tests._support.reward_files import item, settings\nfrom recipe_gkd.rewards import RewardScorer\n"
-            f"with RewardScorer(settings({str(path)!r}, timeout_s=600.0)) as busy:\n"
+            f"with RewardScorer(settings({str(path)!r}, timeout_s=3600.0)) as busy:\n"
             f"  with RewardScorer(settings({str(path)!r})) as idle:\n"
             f"    asyncio.run(idle.score([item()]))\n"
             f"    asyncio.run(busy.score([item(extra={{'busy': 1}})]))\n"

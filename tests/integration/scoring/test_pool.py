@@ -386,7 +386,7 @@ def test_rows_stay_in_the_object_store(service: Proxy) -> None:
 
 @ray.remote(num_cpus=0)
 def wait_a_minute() -> None:
-    time.sleep(60)
+    time.sleep(3600)
 
 
 @ray.remote(num_cpus=0)

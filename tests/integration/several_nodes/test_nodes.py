@@ -77,8 +77,8 @@ class TestNode:
 
     def test_kill_ends_all_processes_and_interfaces(self, created: Network) -> None:
         first, second = created.add_node(), created.add_node()
-        second.start("bash", "-c", "setsid sleep 1000 & setsid sleep 1000", log=created.shared / "sleep.log")
-        wait_until(lambda: sum("sleep 1000" in line for line in second.processes()) >= 2)
+        second.start("bash", "-c", "setsid sleep 3600 & setsid sleep 3600", log=created.shared / "sleep.log")
+        wait_until(lambda: sum("sleep 3600" in line for line in second.processes()) >= 2)
         second.kill()
         assert second.processes() == []
 

@@ -182,7 +182,7 @@ for _ in range(2000):
     client.submit([TeacherSequence(np.arange(60, dtype=np.int32), 1)])
 time.sleep(0.1)
 print("submitted", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 

@@ -99,7 +99,7 @@ def recorder(tmp_path: Path) -> Path:
         f"""#!/bin/bash
 [[ $3 == @(serve|join|stop) ]] && exec {sys.executable} "$@"
 [[ $3 == worker ]] && echo "${{CUDA_VISIBLE_DEVICES-unset}}|$*" >> {tmp_path}/record
-while (($#)); do [[ $1 == --ready-file ]] && touch "$2" && exec sleep 60; shift; done
+while (($#)); do [[ $1 == --ready-file ]] && touch "$2" && exec sleep 3600; shift; done
 """
     )
     stub.chmod(0o700)

@@ -34,8 +34,8 @@ def interpreter(tmp_path: Path) -> Path:
     stub.write_text(
         f"""#!/bin/bash
 [[ $3 == @(serve|join|stop) ]] && exec {sys.executable} "$@"
-[[ $3 == "${{HANG:-}}" ]] && exec -a "$0 $3" sleep 60
-while (($#)); do [[ $1 == --ready-file ]] && touch "$2" && exec -a "$2" sleep 60; shift; done
+[[ $3 == "${{HANG:-}}" ]] && exec -a "$0 $3" sleep 3600
+while (($#)); do [[ $1 == --ready-file ]] && touch "$2" && exec -a "$2" sleep 3600; shift; done
 """
     )
     stub.chmod(0o700)
@@ -71,7 +71,7 @@ def run(
 @pytest.fixture
 def bystander() -> Iterator[subprocess.Popen[bytes]]:
     """Run a process that no script may end."""
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    process = subprocess.Popen(["sleep", "3600"], start_new_session=True)
     yield process
     assert process.poll() is None, "it was ended"
     process.kill()
@@ -155,7 +155,7 @@ def test_stop_reused_pid_counts_as_ended(
 
 
 def test_stop_old_pid_file_format_is_stopped(interpreter: Path, tmp_path: Path) -> None:
-    old = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    old = subprocess.Popen(["sleep", "3600"], start_new_session=True)
     try:
         (tmp_path / "proxy.pid").write_text(f"{old.pid} {ticks(old.pid)}\n")
         assert run("stop_server.sh", interpreter, tmp_path).returncode == 0
@@ -247,7 +247,7 @@ def test_stop_group_without_leader_kills_only_own_processes(
     log = run_dir / ("proxy.log" if is_ours else "other.log")
     with open(log, "wb") as errors:
         leader = subprocess.Popen(
-            ["bash", "-c", "sleep 60 >&2 & echo $!"], stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            ["bash", "-c", "sleep 3600 >&2 & echo $!"], stdout=subprocess.PIPE, stderr=errors, start_new_session=True
         )
     member = int(leader.communicate(timeout=PATIENCE_S)[0])
     if log_is_removed:
@@ -265,7 +265,7 @@ def test_stop_group_without_leader_kills_only_own_processes(
 
 @pytest.mark.parametrize("how", ["signal", "Ctrl-C while it waits", "Ctrl-C from the start"])
 def test_stop_signaled_while_waiting_kills_process(how: str, interpreter: Path, tmp_path: Path) -> None:
-    stubborn = subprocess.Popen(["bash", "-c", "trap '' TERM; exec sleep 60"], start_new_session=True)
+    stubborn = subprocess.Popen(["bash", "-c", "trap '' TERM; exec sleep 3600"], start_new_session=True)
     try:
         wait_until(lambda: signal.SIGTERM in signals(stubborn.pid, "SigIgn"))
         (tmp_path / "proxy.pid").write_text(f"{stubborn.pid} {ticks(stubborn.pid)} {BOOT} {HOST}\n")

@@ -31,7 +31,6 @@ TARGETS = {
 """Name of a target -> part of the command line of its process."""
 REPLACED = {"actor", "rollout", "scoring"}
 """Targets without which a run continues."""
-END_TIMEOUT_S = PATIENCE_S
 RAY_WITHOUT_CONTROL_SERVICE_S = 5
 """Time after which Ray ends without its control service. In its 60 s by default, a campaign would complete."""
 REPRODUCIBLE = ("actor/", "response_seq_len/", "reward/")
@@ -65,7 +64,7 @@ def kill(run: Run, target: str) -> bool:
 def wait_for_moment(run: Run, rng: random.Random, steps: range) -> None:
     """Wait until a random one of ``steps`` is done, and for a random part of a step more, or until the run ends."""
     step = rng.choice(steps)
-    deadline = time.monotonic() + END_TIMEOUT_S
+    deadline = time.monotonic() + PATIENCE_S
     while len(run.metrics) < step and run.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(rng.uniform(0.0, 0.5) if step else rng.uniform(0.0, 20.0))
@@ -116,7 +115,7 @@ class Campaign:
 
     def await_end(self, target: str) -> None:
         """Wait for the end of the run after the kill of ``target``. Nothing of it may be left."""
-        ended = self.run.finish(timeout_s=END_TIMEOUT_S)
+        ended = self.run.finish()
         assert ended.status not in (None, 0), f"after the kill of {target}: {ended.output}"
         assert ended.leftovers() == [], target
 

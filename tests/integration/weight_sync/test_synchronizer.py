@@ -29,9 +29,8 @@ from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 from recipe_gkd.weight_sync.transport import Transport
 from recipe_gkd.weight_sync.transport_factory import open_transport
 from tests._support.errors import raises
+from tests._support.waiting import FOREVER_S
 from tests.integration.weight_sync.transport_pairs import CPU, META, make_weights, spawn
-
-TIMEOUT_S = 600.0  # longer than a test may take, so that no test passes by waiting for it
 
 
 class FreezableWorker:
@@ -50,7 +49,7 @@ class Actor(FreezableWorker):
     """Actor rank 0. Its next ``n_failing_exports`` exports raise."""
 
     def __init__(self) -> None:
-        self._weights = WeightSenderApi(self, rank=0, device=CPU, timeout_s=TIMEOUT_S)
+        self._weights = WeightSenderApi(self, rank=0, device=CPU, timeout_s=FOREVER_S)
         self.n_failing_exports, self.stores, self.transports = 0, set[int](), set[str]()
 
     def open_weight_store(self) -> tuple[str, int]:
@@ -86,9 +85,9 @@ class Rollout(FreezableWorker):
         self._transport: Transport | None = None
 
     def open_weight_transport(self, address: TransportAddress, first_rank: int) -> None:
-        store = join_store(address.host, address.port, TIMEOUT_S)
+        store = join_store(address.host, address.port, FOREVER_S)
         self._transport = open_transport(
-            address.transport, store, rank=first_rank, labels=address.labels, device=CPU, timeout_s=TIMEOUT_S
+            address.transport, store, rank=first_rank, labels=address.labels, device=CPU, timeout_s=FOREVER_S
         )
 
     def begin_weight_update(self, version: int, meta: list[TensorMeta], inflight: bool) -> None:
@@ -157,7 +156,7 @@ class Cluster:
     ) -> None:
         self.actor, self.rollouts = Actor(), [Rollout() for _ in range(n_rollouts)]
         self.spec = WeightSyncSpec(
-            tensor_parallel_size=1, bucket_bytes=3000, timeout_s=TIMEOUT_S, transport=transport, **options
+            tensor_parallel_size=1, bucket_bytes=3000, timeout_s=FOREVER_S, transport=transport, **options
         )
         self.sync = WeightSynchronizer(
             Group("actor", [self.actor]), Group("rollout", self.rollouts), self.spec, restarts=restarts
@@ -331,7 +330,7 @@ def test_sync_dtype_conversion_is_logged_once(
 def test_sync_failure_of_both_pools_does_not_wait_for_the_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """It blocks if the process of the store is stopped."""
     ended = threading.Event()
-    monkeypatch.setattr(connection_module, "interrupt", lambda *_: ended.wait(TIMEOUT_S))
+    monkeypatch.setattr(connection_module, "interrupt", lambda *_: ended.wait(FOREVER_S))
 
     async def fail(after_s: float) -> None:
         await asyncio.sleep(after_s)

@@ -80,7 +80,9 @@ class SlowStore:
 
 
 def _die_in_second_bucket(port: int, kind: type[Transport]) -> None:
-    transport = kind(join_store("127.0.0.1", port, 20), rank=1, labels=LABELS[:2], device=CPU, timeout_s=PATIENCE_S)
+    transport = kind(
+        join_store("127.0.0.1", port, PATIENCE_S), rank=1, labels=LABELS[:2], device=CPU, timeout_s=PATIENCE_S
+    )
     seen: list[Any] = []
 
     def take(tensors: NamedTensors) -> None:
@@ -167,9 +169,8 @@ class TestTransfer:
         def export() -> Any:
             for i, item in enumerate(make_weights().items()):
                 if i == 2:
-                    assert loading.wait(
-                        PATIENCE_S
-                    )  # the first bucket is loading, the second has arrived, this is the third
+                    # The first bucket is loading, the second has arrived, this is the third.
+                    assert loading.wait(PATIENCE_S)
                     packed.set()
                 yield item
 
@@ -339,7 +340,7 @@ class TestReceiverFailure:
         process.start()
         try:
             sender = kind(store, rank=0, labels=LABELS[:2], device=CPU, timeout_s=PATIENCE_S)
-            sender.peers.timeout_s = 1.0  # 20 s were for the import of torch in the new process
+            sender.peers.timeout_s = 1.0
             with pytest.raises((DeadlineError, WeightSyncError)) as caught:
                 send_weights(sender, 3, META, make_weights().items(), BUCKET_BYTES)
             assert caught.value.phase in {f"{TRANSPORT}, weights v3, bucket {i} of 5" for i in (3, 4, 5)}

@@ -18,7 +18,6 @@ from tests._support.waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 LABELS = ["actor worker 0", *(f"rollout worker {rank}" for rank in range(3))]
-CONNECT_TIMEOUT_S = PATIENCE_S
 KINDS = [CollectiveTransport, IpcTransport]
 
 META: list[TensorMeta] = [(f"layer.{i}.weight", (40, 10), "float32") for i in range(5)] + [("bias", (3,), "bfloat16")]
@@ -53,18 +52,18 @@ def connect_all(
 
     ``receiver_kind`` is the class of the receivers, by default ``kind``.
     """
-    store = open_store("127.0.0.1", CONNECT_TIMEOUT_S)
+    store = open_store("127.0.0.1", PATIENCE_S)
     labels = LABELS[: 1 + n_receivers]
 
     def connect(rank: int) -> Transport:
-        own = store if rank == 0 else join_store("127.0.0.1", store.port, CONNECT_TIMEOUT_S)
+        own = store if rank == 0 else join_store("127.0.0.1", store.port, PATIENCE_S)
         cls = (receiver_kind or kind) if rank else kind
-        transport = cls(own, rank=rank, labels=labels, device=CPU, timeout_s=CONNECT_TIMEOUT_S)
+        transport = cls(own, rank=rank, labels=labels, device=CPU, timeout_s=PATIENCE_S)
         transport.peers.timeout_s = timeout_s
         return transport
 
     ranks = [spawn(lambda rank=rank: connect(rank)) for rank in range(1 + n_receivers)]  # type: ignore[misc]
-    return [future.result(2 * CONNECT_TIMEOUT_S) for future in ranks]
+    return [future.result(PATIENCE_S) for future in ranks]
 
 
 def stalling_export(after: int, resume: threading.Event) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,7 +22,7 @@ def _wait(writer: WriterProcess) -> None:
 
 
 def _sleep() -> None:
-    time.sleep(600)
+    time.sleep(3600)
 
 
 def test_writer_after_end_reports_result_or_error(tmp_path: Path) -> None:

@@ -55,10 +55,10 @@ from pathlib import Path
 from recipe_gkd.checkpoints.run_lock import locked
 with locked(Path(sys.argv[1])):
     if not (forked := os.fork()):
-        time.sleep(600)
-    started = subprocess.Popen(["sleep", "600"], close_fds=False)
+        time.sleep(3600)
+    started = subprocess.Popen(["sleep", "3600"], close_fds=False)
     print(forked, started.pid, flush=True)
-    time.sleep(600)
+    time.sleep(3600)
 """
 
 

@@ -100,7 +100,7 @@ class TestRunWithDeadline:
         assert (tmp_path / "log").read_text() == "out\nerr\n"
 
     def test_command_after_deadline_is_killed_with_detached_descendants(self, tmp_path: Path) -> None:
-        detached = f"setsid sh -c 'echo $$ > {tmp_path}/pid; sleep 600' & sleep 600"
+        detached = f"setsid sh -c 'echo $$ > {tmp_path}/pid; sleep 3600' & sleep 3600"
         assert run_shell(tmp_path, detached, deadline_s=2.0) is None
         found = process_id(int((tmp_path / "pid").read_text()))
         assert found is None or not is_alive(found)

@@ -16,7 +16,7 @@ def test_diagnose_slow_ray_and_full_disk_still_writes_the_report(
 ) -> None:
     async def locate(handles: list[str]) -> list[ActorLocation]:
         if handles == ["slow"]:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         return [ActorLocation(0, "", "", False, "")]
 
     def fail(*_: object) -> None:

@@ -59,7 +59,7 @@ class TestCheckBudget:
 
     def test_silent_node_is_named_at_the_deadline(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with raises(DeadlineError, phase="memory of the slots", missing=("node aa",), waited_s=0.2):
-            self.run({"aa": asyncio.sleep(60)}, monkeypatch, *HYBRID)
+            self.run({"aa": asyncio.sleep(3600)}, monkeypatch, *HYBRID)
 
     def test_without_hybrid_engine_nothing_is_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.run({"aa": 1}, monkeypatch) == []

@@ -451,7 +451,7 @@ class TestFailures:
 
         async def fail_when_canceled(group: Sequence[tuple[Prompt, Response]], step: int) -> list[Sample]:
             try:
-                await asyncio.sleep(600)
+                await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 raise ZeroDivisionError("a secondary failure") from None
             return []
@@ -459,7 +459,7 @@ class TestFailures:
         async def cancel_soon() -> None:
             stages.score = fail_when_canceled  # type: ignore[method-assign]
             training = asyncio.ensure_future(stages.run())
-            await asyncio.sleep(100)
+            await asyncio.sleep(3600)
             training.cancel()
             await training
 

@@ -148,4 +148,4 @@ def test_ranks_that_find_no_room_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(new_workers, "PLACEMENT_TIMEOUT_S", 0.0)
     actors: Any = SimpleNamespace(handles=["a", "b"], label=Actors().label)
     with raises(ResourceError, workers=("actor worker 1 of 2",)):
-        asyncio.run(new_workers.set_up_in_new_processes(actors, range(2), asyncio.sleep(60)))
+        asyncio.run(new_workers.set_up_in_new_processes(actors, range(2), asyncio.sleep(3600)))

@@ -48,7 +48,7 @@ class TestStartLocalCluster:
         started: list[subprocess.Popen[bytes]],
     ) -> None:
         def init(**settings: object) -> SimpleNamespace:
-            started.append(subprocess.Popen(["sleep", "600"]))
+            started.append(subprocess.Popen(["sleep", "3600"]))
             if len(started) == 1:
                 raise Exception(TIMED_OUT)
             return SimpleNamespace(address_info={"session_dir": "/tmp/ray/session_of_test_connection"})

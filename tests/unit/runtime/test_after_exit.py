@@ -22,7 +22,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.fixture
 def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start two processes."""
-    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    processes = [subprocess.Popen(["sleep", "3600"]) for _ in range(2)]
     yield processes
     for process in processes:
         process.kill()
@@ -48,7 +48,7 @@ def test_kill_after_this_process_kills_by_identity_after_the_holder_is_killed(
 def test_kill_after_this_process_kills_by_argument(sleepers: list[subprocess.Popen[bytes]]) -> None:
     """The argument is not a pattern: ``.`` is a dot."""
     name = f"--name=[{os.getpid()}].session"
-    command = (sys.executable, "-c", "import time; time.sleep(600)")
+    command = (sys.executable, "-c", "import time; time.sleep(3600)")
     named, similar = (subprocess.Popen([*command, argument]) for argument in (name, name.replace(".", "_")))
     try:
         subprocess.run([sys.executable, "-c", KILLED_HOLDER, repr([identity(sleepers[0])]), name], timeout=60)

@@ -57,7 +57,7 @@ class TestScratchFolder:
             assert scratch.folders_of(process.pid) == [folder]
             scratch.remove_stale()
             assert folder.exists()
-        wait_until(lambda: not folder.exists(), timeout_s=60)  # The watcher of the killed process removes it.
+        wait_until(lambda: not folder.exists())  # The watcher of the killed process removes it.
 
     def test_stale_folder_of_this_machine_is_removed_and_others_are_kept(self, parent: Path) -> None:
         own = process_id(os.getpid())

@@ -88,17 +88,17 @@ class TestSecondSignal:
         class Stuck(WorkerGroup):
             async def _call_ranks(self, method: str, *args: Any, **_: Any) -> list[Any]:
                 calls.append(method)
-                return [await asyncio.sleep(60)]
+                return [await asyncio.sleep(3600)]
 
         async def fit() -> None:
             try:
                 try:
                     os.kill(os.getpid(), first)
-                    await asyncio.sleep(60)
+                    await asyncio.sleep(3600)
                 finally:
                     asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), second)
                     asyncio.get_running_loop().call_later(0.25, os.kill, os.getpid(), second)
-                    await asyncio.sleep(60)  # a background checkpoint
+                    await asyncio.sleep(3600)  # a background checkpoint
             finally:
                 await asyncio.wait_for(Stuck("actor", []).stop(timeout_s=1), 10)
 
@@ -110,12 +110,12 @@ class TestSecondSignal:
         class Stuck(WorkerGroup):
             async def _call_ranks(self, method: str, *args: Any, **_: Any) -> list[Any]:
                 asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
-                return [await asyncio.sleep(60)]
+                return [await asyncio.sleep(3600)]
 
         async def train() -> None:
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
             finally:
                 await Stuck("actor", []).stop(timeout_s=100)
 

@@ -76,7 +76,7 @@ class TestSignals:
     def test_without_training_loop_ends_at_once(self, number: int) -> None:
         async def start_workers() -> None:
             os.kill(os.getpid(), number)
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
 
         with pytest.raises(Terminated) as stop:
             asyncio.run(run_until_terminated(start_workers(), lambda *_: None, StopRequest()))
@@ -110,7 +110,7 @@ class TestUntilRequested:
         async def source() -> AsyncIterator[int]:
             yield 1
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 if fails:
                     raise ArithmeticError("canceled") from None
@@ -165,8 +165,8 @@ class TestUnlessRequested:
             stop = StopRequest()
             with stop.accepted():
                 asyncio.get_running_loop().call_later(0.01, stop.request, "test")
-                await stop.unless_requested(task := asyncio.sleep(60))
-                await stop.unless_requested(later := asyncio.sleep(60))
+                await stop.unless_requested(task := asyncio.sleep(3600))
+                await stop.unless_requested(later := asyncio.sleep(3600))
             return task.cr_frame is None and later.cr_frame is None
 
         assert asyncio.run(asyncio.wait_for(work(), 10))
@@ -174,7 +174,7 @@ class TestUnlessRequested:
     def test_error_of_canceled_work_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         async def failing() -> None:
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 raise ArithmeticError("work") from None
 
@@ -190,9 +190,9 @@ class TestUnlessRequested:
     def test_canceled_work_that_does_not_end_is_left_at_the_deadline(self, caplog: pytest.LogCaptureFixture) -> None:
         async def stubborn() -> None:
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
             finally:
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
 
         async def work() -> None:
             stop = StopRequest()

@@ -21,7 +21,7 @@ class TestFirstErrorTaskGroup:
 
         async def work() -> None:
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
             finally:
                 await asyncio.sleep(0.05)
                 cleaned.append("in order")
@@ -35,7 +35,7 @@ class TestFirstErrorTaskGroup:
                 await asyncio.sleep(0)
                 if in_a_task:
                     tasks.start(fail())
-                    await asyncio.sleep(60)
+                    await asyncio.sleep(3600)
                 await fail()
 
         cause = KeyError("the cause")
@@ -52,7 +52,7 @@ class TestDrop:
 
         async def stage(name: str) -> None:
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
             finally:
                 await asyncio.sleep(0.01)
                 ended.append(name)
@@ -76,7 +76,7 @@ class TestDrop:
     def test_drain_ends_at_its_deadline(self, caplog: pytest.LogCaptureFixture) -> None:
         async def stubborn() -> None:
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
             finally:
                 await asyncio.sleep(0.5)
 

@@ -150,7 +150,7 @@ from teacher.stop_signal import StopSignal
 stop = StopSignal()
 print("ready", flush=True)
 while True:
-    time.sleep(60)
+    time.sleep(3600)
 """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True)
     try:
@@ -174,7 +174,7 @@ from teacher.commands import service
 class Engine(FakeEngine):
     def close(self):
         print("closing", flush=True)
-        time.sleep(60)
+        time.sleep(3600)
 
 service.load_engine = lambda *_: Engine()
 service._touch = lambda _: print("registered", flush=True)

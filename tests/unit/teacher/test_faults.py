@@ -112,7 +112,7 @@ from tests._support.fake_worker import FakeEngine
 from teacher.worker import Worker
 class Engine(FakeEngine):
     def step(self):
-        time.sleep(60)
+        time.sleep(3600)
 Worker(Engine(), backend_port=int(sys.argv[1]), stall_timeout_s=0.5).run(StopFlag())
 """
     with running_proxy() as proxy, TeacherClient(server_port=proxy.frontend_port) as client:
@@ -137,7 +137,7 @@ import numpy as np
 from teacher import TeacherClient, TeacherSequence
 client = TeacherClient(server_port=int(sys.argv[1]), timeout_s=600)
 futures = [client.submit([TeacherSequence(np.array([1, i], np.int32), 1)]) for i in range(50)]
-time.sleep(60)
+time.sleep(3600)
 """
     engine = FakeEngine(capacity_tokens=20)
     engine.gate.clear()

@@ -125,7 +125,7 @@ class TestSettings:
 class TestPidFiles:
     @pytest.fixture
     def child(self) -> Iterator[subprocess.Popen[bytes]]:
-        process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        process = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         yield process
         process.kill()
         process.wait(timeout=10)

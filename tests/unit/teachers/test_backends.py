@@ -304,7 +304,7 @@ class TestResultWithin:
         async def wait() -> None:
             future = Future[None]()
             future.set_exception(of_library)
-            await backends.result_within(asyncio.wrap_future(future), 600.0, "math")
+            await backends.result_within(asyncio.wrap_future(future), 3600.0, "math")
 
         with pytest.raises(TimeoutError) as raised:
             asyncio.run(wait())
@@ -314,7 +314,7 @@ class TestResultWithin:
         request = Future[None]()
 
         async def cancel() -> None:
-            waiting = asyncio.create_task(backends.result_within(asyncio.wrap_future(request), 600.0, "math"))
+            waiting = asyncio.create_task(backends.result_within(asyncio.wrap_future(request), 3600.0, "math"))
             await asyncio.sleep(0)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
