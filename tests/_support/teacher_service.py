@@ -54,22 +54,19 @@ def running_proxy(frontend_port: int = 0, backend_port: int = 0, **settings: Any
         stop.close()
 
 
-def run_script(
-    name: str, *flags: str, timeout_s: float = PATIENCE_S, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run_script(name: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a script of the teacher service and return its exit status and output.
 
     Args:
         name: File name in ``teacher/``.
         flags: Command-line arguments.
-        timeout_s: Time limit.
         variables: Additional environment variables. ``PYTHON`` is the interpreter of the tests.
     """
     # Modules of the rollout set variables of vLLM in the test process. The service must choose its own.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     environment = inherited | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
     command = [str(REPO / "teacher" / name), *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def processes_of(run_dir: Path) -> list[int]:

@@ -88,17 +88,17 @@ class Run:
         path = self.folder / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def await_step(self, step: int, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until ``step`` lines of metrics exist. Fail the test if the run ends before or exceeds ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
+    def await_step(self, step: int) -> None:
+        """Wait until ``step`` lines of metrics exist. Fail the test if the run ends before or takes too long."""
+        deadline = time.monotonic() + PATIENCE_S
         while len(self.metrics) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(f"the run did not reach step {step}:\n{self.finish(1).output}")
             time.sleep(0.2)
 
-    def leftovers(self, timeout_s: float = 60) -> list[str]:
-        """Return processes and temporary files of the run that still exist after at most ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
+    def leftovers(self) -> list[str]:
+        """Return processes and temporary files of the run that still exist after at most a minute."""
+        deadline = time.monotonic() + 60
         while (remaining := self._remaining()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return remaining

@@ -33,7 +33,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
-    def run(self, world_size: int, job: Job, *args: Any, timeout_s: float = PATIENCE_S) -> list[Any]:
+    def run(self, world_size: int, job: Job, *args: Any) -> list[Any]:
         """Run a job on ``world_size`` ranks and return the results by rank.
 
         A failure or a timeout kills all processes of the pool, because other ranks may wait for the failed one.
@@ -42,11 +42,10 @@ class WorkerPool:
             world_size: Number of ranks.
             job: Function of a module. ``port`` is a free port for its rendezvous.
             args: Further arguments of the job. They and the result are pickled.
-            timeout_s: Time limit of the job.
 
         Raises:
             AssertionError: The job raised an exception, or a process died. The message contains the traceback.
-            TimeoutError: A rank did not respond within ``timeout_s``.
+            TimeoutError: A rank did not respond within PATIENCE_S.
         """
         if any(len(os.listdir(f"/proc/{process.pid}/task")) > MAX_THREADS for process, _ in self._workers):
             self.close()
@@ -55,12 +54,12 @@ class WorkerPool:
         for rank, (_, pipe) in enumerate(self._workers[:world_size]):
             pipe.send((job, rank, world_size, port, args))
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE_S
         while missing := [rank for rank in range(world_size) if rank not in results]:
             ready = wait([self._workers[rank][1] for rank in missing], timeout=max(0, deadline - time.monotonic()))
             if not ready:
                 self.close()
-                raise TimeoutError(f"{job.__name__}: ranks {missing} did not respond within {timeout_s} s")
+                raise TimeoutError(f"{job.__name__}: ranks {missing} did not respond within {PATIENCE_S:g} s")
             for rank in missing:
                 if self._workers and self._workers[rank][1] in ready:
                     results[rank] = self._receive(job, rank)

@@ -11,7 +11,6 @@ import torch
 
 from recipe_gkd.commands.gpu_smoke.reference import response_logits
 from recipe_gkd.commands.gpu_smoke.tiny_models import read_model, write_model
-from tests._support.waiting import PATIENCE_S
 from tests.gpu_paths import teacher_script
 from tests.gpu_paths.teacher_script import DISCARDED, LOGIT_ROWS, STEP_TOKENS, TEMPERATURES, TOP_K, sequences
 from tests.gpu_paths.v2_runner import run_script
@@ -39,7 +38,7 @@ def setting(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def found(logits: tuple[Path, list[np.ndarray]], setting: str) -> dict[str, Any]:
     """Result of `teacher_script`."""
-    return run_script(teacher_script.__name__, logits[0], setting, timeout_s=PATIENCE_S)
+    return run_script(teacher_script.__name__, logits[0], setting)
 
 
 def largest_error(scores: dict[str, Any], logits: list[np.ndarray], temperature: float) -> float:

@@ -35,19 +35,19 @@ from typing import Any
 
 from recipe_gkd.commands.gpu_smoke.isolation import last_lines, run_with_deadline
 from recipe_gkd.rollout.environment import worker_environment
+from tests._support.waiting import PATIENCE_S
 
 VARIABLES = {**worker_environment("cpu"), "TRITON_INTERPRET": "1"}
 """Environment variables of a script. Triton and vLLM read them when they are imported."""
 _LOG_LINES = 40
 
 
-def run_script(module: str, *arguments: object, timeout_s: float) -> dict[str, Any]:
+def run_script(module: str, *arguments: object) -> dict[str, Any]:
     """Run ``python -m module RESULT ARGUMENTS``, and end all processes that it has started.
 
     Args:
         module: Script that writes the JSON file RESULT.
         *arguments: Further arguments of the script.
-        timeout_s: Time after which it is killed.
 
     Returns:
         Content of the result.
@@ -56,8 +56,8 @@ def run_script(module: str, *arguments: object, timeout_s: float) -> dict[str, A
     with tempfile.TemporaryDirectory(prefix="v2-runner-") as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log")
         command = [sys.executable, "-m", module, str(result), *map(str, arguments)]
-        status = run_with_deadline(command, variables=VARIABLES, log=log, deadline_s=timeout_s)
-        ending = f"exceeded {timeout_s:g} s" if status is None else f"ended with status {status}"
+        status = run_with_deadline(command, variables=VARIABLES, log=log, deadline_s=PATIENCE_S)
+        ending = f"exceeded {PATIENCE_S:g} s" if status is None else f"ended with status {status}"
         assert status == 0, "\n".join([f"{module} {ending}", *last_lines(log, _LOG_LINES)])
         found: dict[str, Any] = json.loads(result.read_text())
         return found

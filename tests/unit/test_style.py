@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests._support.repository import REPO
+from tests._support.waiting import FOREVER_S, PATIENCE_S
 
 MAX_LINES, MAX_PARAMETERS, MAX_ROOT_MODULES = 60, 7, 11
 FRAGMENT = re.compile(r"^(Of|What|Which|Whether|Those|That|How|As|Who|Where|Whom|Nobody|It is|They|Such|These|Else)\b")
@@ -70,6 +71,7 @@ TEACHER_PARTS = {
 """Further modules of ``teacher`` that each part may import."""
 ARROW_WRITERS = {"recipe_gkd/commands/data/prepare.py", "recipe_gkd/addition/task.py"}
 """Modules that write parquet files."""
+SLEEP = re.compile(r"""(?<!\w)sleep(?:\(|", "| )(\d+)\b(?![._])""")
 RAY_FREE = ("errors", "runtime", "losses", "config", "data", "pipeline", "actor", "rollout", "weight_sync", "metrics")
 
 
@@ -143,6 +145,22 @@ class TestLanguage:
                     if not name.startswith(EXCEPTIONS.get(match[0].lower(), ("\0",))):
                         found.append(f"{name}:{number}: {match[0]!r} in: {line.strip()[:90]}")
         assert not found, "\n".join(found)
+
+
+class TestTests:
+    def test_no_sleeping_process_ends_by_itself_while_a_test_waits_for_its_end(
+        self, pytestconfig: pytest.Config
+    ) -> None:
+        limit_s = float(pytestconfig.getini("timeout"))
+        assert PATIENCE_S < limit_s < FOREVER_S
+        found = [
+            f"{name}: {sleep[0]}"
+            for name in PYTHON_FILES
+            if name.startswith("tests/")
+            for sleep in SLEEP.finditer((REPO / name).read_text(encoding="utf-8"))
+            if 20 <= int(sleep[1]) < limit_s
+        ]
+        assert not found, "sleep 3600 s, or less than 20 s:\n" + "\n".join(found)
 
 
 class TestShape:

@@ -12,7 +12,6 @@ import torch
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch
 from tests._support.errors import check_error
 from tests._support.tiny_models import ACTOR, make_config, make_samples
-from tests._support.waiting import PATIENCE_S
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import fsdp_save_jobs, save_jobs
 from tests.integration.actor.fsdp_save_jobs import State
@@ -78,10 +77,10 @@ class TestResume:
         config = make_config(folders["qwen2"], *FSDP, ASYNC, "trainer.device=cuda")
         path, copy = tmp_path / "saved", tmp_path / "copy"
         want, want_metrics, _ = pool.run(
-            1, fsdp_save_jobs.train_and_save, config, FIRST, SECOND, path, timeout_s=PATIENCE_S
+            1, fsdp_save_jobs.train_and_save, config, FIRST, SECOND, path
         )[0]  # fmt: skip
         _, state, metrics, _ = pool.run(
-            1, fsdp_save_jobs.load_and_save, config, path, SECOND, copy, timeout_s=PATIENCE_S
+            1, fsdp_save_jobs.load_and_save, config, path, SECOND, copy
         )[0]  # fmt: skip
         assert_equal(state, want, with_random=True)
         assert metrics["actor/kl_loss"] == pytest.approx(want_metrics["actor/kl_loss"], rel=1e-5)

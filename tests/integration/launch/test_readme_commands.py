@@ -37,7 +37,7 @@ ON_CPU = [
 ]
 
 
-def run(*command: str, timeout_s: float = PATIENCE_S, **variables: str) -> str:
+def run(*command: str, **variables: str) -> str:
     """Run a command in the repository, and return its output."""
     done = subprocess.run(
         command,
@@ -46,7 +46,7 @@ def run(*command: str, timeout_s: float = PATIENCE_S, **variables: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout_s,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout

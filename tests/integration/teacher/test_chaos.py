@@ -71,15 +71,15 @@ class Chaos:
         flags = ("--frontend-port", str(self.port), "--backend-port", str(self.backend_port), "--http-port", "-1")
         self.proxy = subprocess.Popen([sys.executable, "-m", "teacher", "proxy", *flags])
 
-    def client(self, timeout_s: float = PATIENCE_S) -> TeacherClient:
-        return TeacherClient(server_port=self.port, timeout_s=timeout_s)
+    def client(self) -> TeacherClient:
+        return TeacherClient(server_port=self.port, timeout_s=PATIENCE_S)
 
     def submit_all(self, client: TeacherClient) -> list[Future[list[ScoredSequence]]]:
         return [client.submit([sequence]) for sequence in self.sequences]
 
-    def check(self, futures: Sequence[Future[list[ScoredSequence]]], timeout_s: float = PATIENCE_S) -> None:
+    def check(self, futures: Sequence[Future[list[ScoredSequence]]]) -> None:
         """Check that all futures are done with the undisturbed results."""
-        _, late = wait(futures, timeout_s)
+        _, late = wait(futures, PATIENCE_S)
         assert not late
         for future, want_TV in zip(futures, self.undisturbed, strict=True):
             (scored,) = future.result()
