@@ -21,6 +21,5 @@ export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 .venv/bin/ruff check .
 .venv/bin/mypy
 # Three processes, because many tests wait for deadlines, or for processes that use one core each.
-# tests/conftest.py keeps tests that share an engine together. A busy machine can miss a deadline of seconds, so a failed
-# test is run once more, and pytest lists it (RERUN).
-exec .venv/bin/python -m pytest -n 3 --no-loadscope-reorder --reruns 1 -rR "${selected[@]}" "$@"
+# tests/conftest.py keeps tests that share an engine together.
+exec .venv/bin/python -m pytest -n 3 --no-loadscope-reorder "${selected[@]}" "$@"
