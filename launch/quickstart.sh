@@ -21,6 +21,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/foreground.bash
+source launch/stages.bash
 
 refuse() { echo "quickstart.sh: $*" >&2; exit 2; }
 
@@ -59,16 +60,7 @@ if [ $only_folder = 1 ]; then echo "$run"; exit 0; fi
 teacher_dir=$QUICKSTART_DIR/teacher_service
 stages=$run/stages.jsonl
 
-stage() { # stage NAME COMMAND...: run it and record its duration for the report
-  local stage=$1 began=$SECONDS; shift
-  printf '\n== %s\n' "$stage"
-  run_foreground "$@"
-  printf '{"stage": "%s", "seconds": %d}\n' "$stage" $((SECONDS - began)) >> "$stages.new"
-}
-
 # Shell functions run as stages end with exec: see run_foreground.
-stop_teacher() { [ ! -d "$teacher_dir" ] || bash teacher/stop_server.sh --run-dir "$teacher_dir" >/dev/null; }
-
 student_after() { echo "$run/global_step_$(cat "$run/latest_checkpointed_iteration.txt")/huggingface"; }
 
 start_teacher() {
@@ -104,10 +96,7 @@ if [ $fresh = 1 ] && [ -n "$(ls -A "$QUICKSTART_DIR" 2>/dev/null)" ] && [ ! -e "
   echo "quickstart.sh: $QUICKSTART_DIR has files but no .lock, so it was not created by a quickstart; --fresh removes nothing there. Set QUICKSTART_DIR" >&2
   exit 1
 fi
-mkdir -p "$QUICKSTART_DIR"
-exec 9>> "$lock"  # never removed: a second quickstart must find this file
-flock -n 9 || { echo "quickstart.sh: another quickstart ($(cat "$lock")) runs in $QUICKSTART_DIR; wait for it, or set QUICKSTART_DIR" >&2; exit 1; }
-echo "pid $$ on $(uname -n)" > "$lock"
+lock_folder quickstart "$QUICKSTART_DIR" QUICKSTART_DIR
 stop_teacher  # left by a killed quickstart
 [ $fresh = 0 ] || find "$QUICKSTART_DIR/" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
 mkdir -p "$run"

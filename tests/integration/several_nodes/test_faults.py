@@ -162,7 +162,7 @@ class TestFullDisk:
 
             wait_until(is_found)  # Ray changes the title of the process between two calls
             os.kill(int(workers[0].split()[0]), signal.SIGKILL)
-            message = rf"error: start again: rollout worker 0 of 1 died, on node {second.address}"
+            message = rf"error: start again: rollout worker 0 of 1: its process died, on node {second.address}"
             await_error(run, message, TIMEOUT_S + ERROR_MARGIN_S)
             assert run.finish(END_S) == 1, run.output
             assert re.search(r"`df /\S+/session_\S+` if its log had no space", run.output), run.output

@@ -151,7 +151,7 @@ class TestKilledProcess:
         run = start_run(*LONG_RUN, "trainer.scheduler=two_step_off", "trainer.max_actor_restarts=0")
         run.await_step(3)
         kill_worker(run, "ActorWorker")
-        assert_ended(run, 1, "actor worker 0 of 1 died")
+        assert_ended(run, 1, "actor worker 0 of 1: its process died")
         assert max(line["training/staleness_max"] for line in run.metrics) <= 2
         [report] = run.folder.glob("diagnosis/*/report.md")
         assert "actor worker 0 of 1" in report.read_text() and str(report.parent) in run.output
