@@ -86,21 +86,6 @@ class Generated:
     finish_reason: str
 
 
-def check_model_folder(folder: Path) -> None:
-    """Check that a folder has a configuration and a tokenizer.
-
-    Raises:
-        ModelError: A file is missing.
-    """
-    for name in ("config.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            raise ModelError(
-                f"{folder} has no {name}, so it is not a Hugging Face model folder with a tokenizer",
-                remedy="correct the path, or make the folder from a checkpoint with python -m recipe_gkd export",
-                path=folder / name,
-            )
-
-
 def limit_to_model(n_tokens: int, folder: Path) -> int:
     """Return ``n_tokens``, or the number of positions of the model if that is smaller."""
     try:

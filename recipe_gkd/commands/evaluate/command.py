@@ -17,9 +17,8 @@ import numpy as np
 from omegaconf import OmegaConf
 
 import recipe_gkd.commands.evaluate as package
-from recipe_gkd.checkpoints.folders import steps_of
-from recipe_gkd.checkpoints.newest import find_checkpoint, is_run
 from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, render
+from recipe_gkd.commands.model_folder import model_folder
 from recipe_gkd.config import Config
 from recipe_gkd.config.compose import compose_config
 from recipe_gkd.config.conditions import has_reward
@@ -37,7 +36,6 @@ from recipe_gkd.rollout.offline_engine import (
     Generated,
     OfflineEngineOptions,
     OfflineSampling,
-    check_model_folder,
     generate,
     limit_to_model,
     prepare_environment,
@@ -235,22 +233,6 @@ def _response(generated: Generated, uid: int) -> Response:
         weights_version=0,
         versions_T=np.zeros(n, np.int32),
     )
-
-
-def model_folder(path: Path) -> Path:
-    """Return the Hugging Face folder at ``path``: the folder itself, or ``huggingface`` in a checkpoint.
-
-    Of the folder of a run, the newest complete checkpoint is used.
-
-    Raises:
-        ModelError: There is none.
-        CheckpointError: The run has no complete checkpoint.
-    """
-    if not (path / "config.json").is_file() and is_run(path) and steps_of(path):
-        path = find_checkpoint(path)
-    folder = path / "huggingface" if (path / "huggingface" / "config.json").is_file() else path
-    check_model_folder(folder)
-    return folder
 
 
 def build_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from recipe_gkd.commands.model_folder import short_names
 from recipe_gkd.rewards.reporting import mean_numbers
 
 ALL = "all"
@@ -144,7 +145,7 @@ def as_json(evaluations: Sequence[Evaluation], settings: dict[str, Any]) -> dict
 
 def render(evaluations: Sequence[Evaluation], n: int) -> str:
     """Return a table with one column for each model."""
-    names = _short_names([evaluation.model for evaluation in evaluations])
+    names = short_names([evaluation.model for evaluation in evaluations])
     scores = [scores_of(evaluation) for evaluation in evaluations]
     rows: list[tuple[str, list[str]]] = []
     for source in scores[0]:
@@ -183,13 +184,3 @@ def _with_error(mean: float | None, error: float | None, sign: str = "") -> str:
     if mean is None:
         return ""
     return f"{mean:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
-
-
-def _short_names(models: Sequence[str]) -> list[str]:
-    """Return the shortest ends of the paths that differ from each other."""
-    parts = [model.rstrip("/").removesuffix("/huggingface").split("/") for model in models]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{model} ({number})" for number, model in enumerate(models, start=1)]

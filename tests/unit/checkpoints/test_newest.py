@@ -11,8 +11,8 @@ from recipe_gkd.checkpoints.folders import LATEST, write_latest
 from recipe_gkd.checkpoints.newest import find_checkpoint, newest_complete
 from recipe_gkd.checkpoints.resume import resume_points
 from recipe_gkd.checkpoints.resume_hint import resume_hint
-from recipe_gkd.commands.evaluate.command import model_folder
 from recipe_gkd.commands.export.source import find_source
+from recipe_gkd.commands.model_folder import model_folder
 from recipe_gkd.commands.report.run_files import read_run
 from recipe_gkd.commands.report.settings import checkpoints_section
 from recipe_gkd.errors import CheckpointError

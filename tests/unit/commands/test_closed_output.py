@@ -20,6 +20,7 @@ import pytest
 
 from recipe_gkd.__main__ import COMMANDS, main
 from recipe_gkd.commands import check_devices
+from recipe_gkd.commands.chat import command as chat_command
 from recipe_gkd.commands.evaluate import command as evaluate_command
 from recipe_gkd.commands.export import command as export_command
 from recipe_gkd.runtime.closed_output import CLOSED, run_until_closed
@@ -92,6 +93,11 @@ def evaluate(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
     return [str(folder), "--data", "none"]
 
 
+def chat(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    patch.setattr(chat_command, "converse", lambda _: print("a response\n" * 10_000))
+    return [str(folder)]
+
+
 def data(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
     file = folder / "a.jsonl"
     file.write_text('{"prompt": "1+1"}\n' * 3)
@@ -110,6 +116,7 @@ OUTPUTS: dict[str, Callable[[Path, pytest.MonkeyPatch], list[str]]] = {
     "report": report,
     "export": export,
     "evaluate": evaluate,
+    "chat": chat,
     "data": data,
     "gpu_smoke": gpu_smoke,
 }

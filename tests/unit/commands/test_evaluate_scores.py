@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe_gkd.commands.evaluate.command import _parser, build_config, main, model_folder, sampling_of
+from recipe_gkd.commands.evaluate.command import _parser, build_config, main, sampling_of
 from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, difference, mean_and_error, render, scores_of
+from recipe_gkd.commands.model_folder import model_folder
 from recipe_gkd.errors import CheckpointError, ConfigError, ModelError
 from recipe_gkd.rollout.offline_engine import limit_to_model
 from tests._support.errors import raises
