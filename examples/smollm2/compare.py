@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from recipe_gkd.commands.evaluate.command import model_folder
+from recipe_gkd.commands.model_folder import model_folder
 from recipe_gkd.commands.report.run_files import read_run
 from recipe_gkd.errors import DataError, GkdError
 
