@@ -14,6 +14,8 @@ Metrics for each data source (the column ``data.data_source_key``; ``data`` for 
                                           several functions
     val/<data_source>/response_len        mean number of tokens of a response
     val/<data_source>/truncated_fraction  fraction of responses truncated at data.max_response_length
+    val/<data_source>/seq_rep_4           mean share of repeated 4-grams of tokens in a response
+    val/<data_source>/looping_fraction    fraction of truncated responses that mostly repeat themselves
 
 and the metrics of :mod:`recipe_gkd.validation_kl` with ``trainer.val_kl``. Without a reward function there are
 no rewards.
@@ -22,7 +24,6 @@ no rewards.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -44,14 +45,17 @@ from recipe_gkd.data.rows import VALIDATION, DataSet, read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward
 from recipe_gkd.data.values import is_list_of_objects
 from recipe_gkd.errors import ConfigError, DataError
+from recipe_gkd.metrics.repetition import LOOPING, REPETITION, repetition_metrics
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
-from recipe_gkd.rewards.items import TruthUse
-from recipe_gkd.rewards.reporting import mean_numbers, reward_fields, scores_PN
+from recipe_gkd.rewards.items import TruthUse, decode_for_people
+from recipe_gkd.rewards.reporting import mean_numbers, raw_field, reward_fields, scores_PN
+from recipe_gkd.runtime.json_lines import json_line
 from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
 from recipe_gkd.runtime.pending_files import PendingFiles
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teachers.routes import read_routes
 from recipe_gkd.validation_kl import FORWARD, REVERSE, ResponseKl
+from teacher.common.display_text import excerpt, make_visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,7 +118,7 @@ class Validation:
             self.routes = read_routes(data_set, config) if validates_kl(config) else None
         except DataError as error:
             raise error.located(phase="data.val_files") from error
-        self.data = data
+        self.data, self._tokenizer = data, tokenizer
         self._sources = np.array(read_sources(data_set, data.rows))
         batch_size = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
         n_batches = math.ceil(len(data) * self.n / batch_size)
@@ -141,7 +145,13 @@ class Validation:
         return [f"val/{source}/{name}" for source in np.unique(self._sources) for name in names]
 
     def _check_names(self, best_metric: str | None) -> None:
-        if self._reward in (LENGTH, TRUNCATED, *((FORWARD, REVERSE) if self.routes is not None else ())):
+        if self._reward in (
+            LENGTH,
+            TRUNCATED,
+            REPETITION,
+            LOOPING,
+            *((FORWARD, REVERSE) if self.routes is not None else ()),
+        ):
             raise ConfigError(
                 f"custom_reward_function.name={self._reward} is the name of another metric of validation",
                 remedy="rename the function",
@@ -196,11 +206,12 @@ class Validation:
     ) -> list[ScoredResponse]:
         pairs = self.pairs(responses)
         items = await in_thread(lambda: [self._items.build_item(prompt, response) for prompt, response in pairs])
+        raw = await in_thread(lambda: [decode_for_people(response, self._tokenizer) for response in responses])
         rewards = [None] * len(items) if scorer is None else await scorer.score(items)
         kls = [None] * len(items) if kl is None else kl.forward_per_response()
         return [
             ScoredResponse(str(self._sources[index // self.n]), *values)
-            for index, values in enumerate(zip(self.prompts, responses, items, rewards, kls, strict=True))
+            for index, values in enumerate(zip(self.prompts, responses, items, rewards, kls, raw, strict=True))
         ]
 
     def _metrics(self, scored: list[ScoredResponse]) -> dict[str, float]:
@@ -210,10 +221,12 @@ class Validation:
         for source in np.unique(self._sources):
             rows = self._sources == source
             if self._reward is not None:
-                of_source = [one.reward for one in scored if one.data_source == source]
-                metrics |= self._reward_metrics(str(source), of_source)
+                rewards = [one.reward for one in scored if one.data_source == source]
+                metrics |= self._reward_metrics(str(source), rewards)
             metrics[f"val/{source}/{LENGTH}"] = float(lengths_PN[rows].mean())
             metrics[f"val/{source}/{TRUNCATED}"] = float(truncated_PN[rows].mean())
+            of_source = [one.response for one in scored if one.data_source == source]
+            metrics |= repetition_metrics(of_source, f"val/{source}/")
         return metrics
 
     def _reward_metrics(self, source: str, rewards: Sequence[Reward | None]) -> dict[str, float]:
@@ -251,6 +264,7 @@ class ScoredResponse:
         item: Arguments of the reward function.
         reward: Reward of the response. None without a reward function.
         kl: Mean forward KL divergence over its scored tokens in nats. None if it is not reported, or without tokens.
+        raw: Response with all special tokens, for people. None: not known.
     """
 
     data_source: str
@@ -259,6 +273,12 @@ class ScoredResponse:
     item: RewardItem
     reward: Reward | None = None
     kl: float | None = None
+    raw: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """Response for people."""
+        return self.item.response if self.raw is None else self.raw
 
     @property
     def is_truncated(self) -> bool:
@@ -280,13 +300,17 @@ def read_sources(data_set: DataSet, rows: Sequence[int]) -> list[str]:
 
 
 def response_lines(scored: Sequence[ScoredResponse]) -> bytes:
-    """Return the lines of a file of responses: one JSON object per response."""
+    """Return the lines of a file of responses: one JSON object per response.
+
+    ``answer`` is the text for the reward function; ``raw_answer`` has the special tokens that it lacks, if any.
+    """
     lines = [
         {
             "data_source": one.data_source,
             "row": one.prompt.row,
             "prompt": one.item.prompt,
             "answer": one.item.response,
+            **raw_field("raw_answer", one.item.response, one.raw),
             "ground_truth": one.item.ground_truth,
             **reward_fields(one.reward),
             **({} if one.kl is None else {FORWARD: one.kl}),
@@ -295,19 +319,21 @@ def response_lines(scored: Sequence[ScoredResponse]) -> bytes:
         }
         for one in scored
     ]
-    text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
-    return text.encode(errors="replace")
+    return "".join(map(json_line, lines)).encode()
 
 
 def table_of(scored: Sequence[ScoredResponse], n: int, path: Path) -> str:
-    """Return a readable table of ``n`` evenly spaced responses, which are the same ones each time."""
+    """Return a readable table of ``n`` evenly spaced responses, which are the same ones each time.
+
+    Responses have their special tokens, such as the one that ends them, and a mark if they were truncated.
+    """
     n = min(n, len(scored))
     lines = [f"{n} of {len(scored)} responses, all in {path}"]
     for one in (scored[i * len(scored) // n] for i in range(n)):
         lines += [
-            f"  {one.data_source}, row {one.prompt.row}",
+            f"  {make_visible(one.data_source)}, row {one.prompt.row}",
             f"    prompt        {_excerpt(one.item.prompt)}",
-            f"    response      {_excerpt(one.item.response)}{' (truncated)' if one.is_truncated else ''}",
+            f"    response      {_excerpt(one.shown)}{' (truncated)' if one.is_truncated else ''}",
         ]
         if one.item.ground_truth is not None:
             lines.append(f"    ground truth  {_excerpt(one.item.ground_truth)}")
@@ -323,6 +349,4 @@ def _excerpt(value: object) -> str:
     """Return the beginning and the end of a text, on one line."""
     if is_list_of_objects(value) and value:
         value = " | ".join(f"{message.get('role')}: {message.get('content')}" for message in value)
-    text = str(value).replace("\n", "\\n")
-    half = LOGGED_CHARS // 2
-    return text if len(text) <= LOGGED_CHARS else f"{text[:half]} ... {text[-half:]}"
+    return make_visible(excerpt(str(value), LOGGED_CHARS))

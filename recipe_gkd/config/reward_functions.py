@@ -15,7 +15,7 @@ SUM_NAME = "reward"
 """Name of the weighted sum of several functions, as in the metric ``val/<data_source>/reward``."""
 STATISTICS = ("mean", "std", "min", "max", "zero_std_group_fraction", "failures")
 """Names of the metrics ``reward/*`` that every run with rewards has."""
-VALIDATION_METRICS = ("response_len", "truncated_fraction", "kl", "reverse_kl")
+VALIDATION_METRICS = ("response_len", "truncated_fraction", "seq_rep_4", "looping_fraction", "kl", "reverse_kl")
 """Names of the metrics ``val/<data_source>/*`` that are no rewards."""
 _LABEL = re.compile(r"[A-Za-z0-9_.-]+")
 

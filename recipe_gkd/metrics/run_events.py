@@ -17,6 +17,7 @@ from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.metrics.loggers.line_file import LineFile
 from recipe_gkd.runtime.run_log import EVENT
 from recipe_gkd.runtime.signals import Terminated
+from teacher.common.display_text import shorten
 
 START, END = "start", "end"
 MAX_TEXT = 500
@@ -107,4 +108,4 @@ def _first_line(record: logging.LogRecord) -> str:
 
 def _shorten(message: str) -> str:
     line = message.strip().partition("\n")[0]
-    return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 3] + "..."
+    return line if len(line) <= MAX_TEXT else shorten(line, MAX_TEXT - 3)

@@ -48,6 +48,11 @@ TruthUse = Literal["required", "optional", "unused"]
 """Use of the ground truth: by a parameter without default value, by another parameter, or by none."""
 
 
+def decode_for_people(response: Response, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a response with all its special tokens. It has U+FFFD where the bytes of a character are incomplete."""
+    return str(tokenizer.decode(response.ids.tolist(), skip_special_tokens=False))
+
+
 class RewardItems:
     """Factory of reward items from the data set that the prompts come from.
 

@@ -29,6 +29,7 @@ from recipe_gkd.config.schema import RewardFunctionConfig
 from recipe_gkd.data.samples import Reward
 from recipe_gkd.errors import ConfigError, RewardError
 from recipe_gkd.rewards.items import RewardItem, TruthUse
+from teacher.common.display_text import excerpt
 
 LOAD_TIMEOUT_S = 300.0
 """Deadline of the import of the user's file, which may load a model."""
@@ -289,5 +290,4 @@ def file_of(function: RewardFunction) -> Path:
 
 
 def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS // 2]} ... {text[-SHOWN_CHARS // 2 :]}"
+    return excerpt(repr(value), SHOWN_CHARS)

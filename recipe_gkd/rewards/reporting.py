@@ -27,6 +27,11 @@ def scores_PN(rewards: Sequence[Reward | None], n: int) -> npt.NDArray[np.float6
     return np.array([np.nan if reward is None else reward.score for reward in rewards], np.float64).reshape(-1, n)
 
 
+def raw_field(name: str, text: str, raw: str | None) -> dict[str, str]:
+    """Return a field of a JSON object for a response with its special tokens. Empty if it has no more than ``text``."""
+    return {} if raw is None or raw == text else {name: raw}
+
+
 def reward_fields(reward: Reward | None) -> dict[str, Any]:
     """Return the fields of a JSON object for a response: ``reward``, and ``numbers`` if there are any."""
     if reward is None:

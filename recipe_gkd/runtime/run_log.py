@@ -38,7 +38,7 @@ class _ConsoleHandler(logging.StreamHandler[TextIO]):
 
 def start_logging(path: Path) -> None:
     """Log everything to ``path``, and what a user needs during the run to the console."""
-    console, file = _ConsoleHandler(), logging.FileHandler(path, encoding="utf-8")
+    console, file = _ConsoleHandler(), logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     console.addFilter(lambda record: not hasattr(record, _FILE_ONLY))
     logging.raiseExceptions = False  # a full disk must not print a traceback for each line
     logging.basicConfig(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import count
 
+from teacher.common.display_text import count_columns, make_visible, pad_left, pad_right, shorten
 from teacher.status import ClientStatus, ServiceStatus, ServiceTotals, WorkerStatus
 
 
@@ -104,16 +105,15 @@ def duration(seconds: float) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return aligned rows. Unprintable characters in names of clients are replaced."""
+    """Return aligned rows. Control characters in names of clients are shown as escapes."""
     cells = [head, *([_plain(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    widths = [max(count_columns(row[i]) for row in cells) for i in range(len(head))]
     return ["  ".join(map(_pad, row, widths, count())).rstrip() for row in cells]
 
 
 def _pad(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column == 0 else cell.rjust(width)
+    return pad_right(cell, width) if column == 0 else pad_left(cell, width)
 
 
 def _plain(text: str, max_chars: int = 60) -> str:
-    printable = "".join(char if char.isprintable() else "?" for char in text)
-    return printable if len(printable) <= max_chars else printable[: max_chars - 3] + "..."
+    return make_visible(text if len(text) <= max_chars else shorten(text, max_chars - 3))

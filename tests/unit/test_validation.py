@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from recipe_gkd import validation as validation_module
 from recipe_gkd.addition.tokenizer import build_tokenizer
@@ -29,11 +34,12 @@ from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample, TeacherTopK
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError, SavesFailed
 from recipe_gkd.rewards import RewardItem
+from recipe_gkd.rewards.items import decode_for_people
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.teachers.router import Teachers
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.trainer import RewardContext, Trainer
-from recipe_gkd.validation import Validation, read_validation
+from recipe_gkd.validation import ScoredResponse, Validation, read_validation, response_lines, table_of
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 
@@ -72,6 +78,16 @@ def respond(prompt: Prompt, text: str, version: int = 0, truncated: bool = False
         weights_version=version,
         versions_T=np.full(len(ids), version, np.int32),
     )
+
+
+@cache
+def byte_level_tokenizer() -> Any:
+    """Return a tokenizer with one token per byte, such as byte-level BPE has for rare characters."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
 
 
 class Scorer:
@@ -242,14 +258,20 @@ class TestMetrics:
             "val/easy/score/best@2": 4.0,
             "val/easy/response_len": 1.0,
             "val/easy/truncated_fraction": 0.0,
+            "val/easy/seq_rep_4": 0.0,
+            "val/easy/looping_fraction": 0.0,
             "val/hard/score": 10.0,
             "val/hard/score/best@2": 20.0,
             "val/hard/response_len": 1.0,
             "val/hard/truncated_fraction": 0.5,
+            "val/hard/seq_rep_4": 0.0,
+            "val/hard/looping_fraction": 0.0,
             "val/data/score": 7.5,
             "val/data/score/best@2": 8.0,
             "val/data/response_len": 1.0,
             "val/data/truncated_fraction": 0.0,
+            "val/data/seq_rep_4": 0.0,
+            "val/data/looping_fraction": 0.0,
         }
 
     @pytest.mark.parametrize("limit", [1.0, 0.1])
@@ -309,7 +331,22 @@ class TestMetrics:
         rows = {name: ROWS[name] for name in ("prompt", "ground_truth")}
         validation = Validation(make_config(tmp_path, rows=rows), TOKENIZER)
         metrics = report(validation, [respond(prompt, "1") for prompt in validation.prompts])
-        assert set(metrics) == {"val/data/score", "val/data/response_len", "val/data/truncated_fraction"}
+        names = ("score", "response_len", "truncated_fraction", "seq_rep_4", "looping_fraction")
+        assert set(metrics) == {f"val/data/{name}" for name in names}
+
+    def test_looping_responses_are_counted_by_source(self, tmp_path: Path) -> None:
+        validation = Validation(make_config(tmp_path), TOKENIZER)
+        texts = ["1" * 50 if prompt.row < 2 else "1" for prompt in validation.prompts]
+        pairs = zip(validation.prompts, texts, strict=True)
+        scorer: Any = Scorer({1: 0.0, int("1" * 50): 0.0})  # type: ignore[arg-type]
+        responses = [respond(prompt, text, truncated=prompt.row == 1) for prompt, text in pairs]
+        metrics = asyncio.run(validation.report(responses, scorer, 4))
+        found = {name: value for name, value in metrics.items() if "seq_rep" in name or "looping" in name}
+        assert found == {
+            "val/easy/seq_rep_4": pytest.approx(0.5 * 46 / 47), "val/easy/looping_fraction": 0.0,
+            "val/hard/seq_rep_4": pytest.approx(46 / 47), "val/hard/looping_fraction": 1.0,
+            "val/data/seq_rep_4": 0.0, "val/data/looping_fraction": 0.0,
+        }  # fmt: skip
 
     def test_report_writes_all_and_logs_a_few(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         validation = Validation(make_config(tmp_path, "trainer.log_val_generations=2"), TOKENIZER)
@@ -335,6 +372,42 @@ class TestMetrics:
             "    reward        2",
         ]
         assert sorted(path.name for path in (tmp_path / "validation").iterdir()) == ["step_4.jsonl"]
+
+    def test_special_tokens_are_shown_to_people_only(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        validation = Validation(make_config(tmp_path, "trainer.log_val_generations=1"), TOKENIZER)
+        with caplog.at_level(logging.INFO, "recipe_gkd"):
+            report(validation, [respond(prompt, f"2{TOKENIZER.eos_token}") for prompt in validation.prompts])
+        line = json.loads((tmp_path / "validation" / "step_4.jsonl").read_text().splitlines()[0])
+        assert (line["answer"], line["raw_answer"]) == ("2", f"2{TOKENIZER.eos_token}")
+        assert f"    response      2{TOKENIZER.eos_token}" in caplog.messages[-1].splitlines()
+
+
+class TestTextOfAnyModel:
+    """Responses of a byte-level tokenizer that are truncated at any token."""
+
+    @given(st.text(), st.integers(0, 40))
+    @example("👨‍👩‍👧 你好", 2)
+    def test_truncated_text_is_logged_and_written(self, text: str, n_tokens: int) -> None:
+        tokenizer = byte_level_tokenizer()
+        prompt = Prompt(uid=0, ids=np.zeros(1, np.int32), row=0)
+        ids = np.array(tokenizer(text)["input_ids"][:n_tokens], np.int32)
+        response = replace(respond(prompt, "", truncated=True), ids=ids)
+        raw = decode_for_people(response, tokenizer)
+        is_complete = len(text.encode()) <= n_tokens
+        assert raw == text if is_complete else text.startswith(raw.rstrip("\ufffd"))
+        item = RewardItem(uid=0, where="", prompt=text, response=raw, ground_truth=None, extra={}, data_source=None)
+        scored = ScoredResponse("\x1b[2J", prompt, response, item, raw=raw)
+        (line,) = response_lines([scored]).decode().splitlines()
+        assert json.loads(line)["answer"] == raw
+        table = table_of([scored], 1, Path("x")).splitlines()
+        assert len(table) == 4 and table[1] == "  \\x1b[2J, row 0" and table[3].endswith(" (truncated)")
+
+    def test_halves_of_surrogate_pairs_become_replacement_characters(self) -> None:
+        prompt = Prompt(uid=0, ids=np.zeros(1, np.int32), row=0)
+        item = RewardItem(uid=0, where="", prompt="\ud83d", response="", ground_truth="", extra={}, data_source=None)
+        scored = ScoredResponse("data", prompt, respond(prompt, ""), item)
+        assert json.loads(response_lines([scored]))["prompt"] == "\ufffd"
+        assert "    prompt        \\ud83d" in table_of([scored], 1, Path("x")).splitlines()
 
 
 class TestValidationSettings:

@@ -98,7 +98,9 @@ def test_validation_without_reward_function_needs_no_ground_truth(tmp_path: Path
     kl = asyncio.run(measure_kl(validation.pairs(responses), stages, group_size=1, chunk_size=1))
     metrics = asyncio.run(validation.report(responses, None, 3, kl))
     assert metrics == {
-        "val/data/kl": 0.5, "val/data/reverse_kl": 5.0, "val/data/response_len": 1.0, "val/data/truncated_fraction": 0.0
+        "val/data/kl": 0.5, "val/data/reverse_kl": 5.0, "val/data/response_len": 1.0,
+        "val/data/truncated_fraction": 0.0,
+        "val/data/seq_rep_4": 0.0, "val/data/looping_fraction": 0.0,
     }  # fmt: skip
     assert '"reward": null, "kl": 0.0, ' in (tmp_path / "validation" / "step_3.jsonl").read_text()
 

@@ -23,6 +23,7 @@ from recipe_gkd.data.values import Unreadable
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import DataError
 from recipe_gkd.model_files import find_model, load_tokenizer
+from teacher.common.display_text import make_visible, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +36,7 @@ Prints columns, and with a model: lengths in tokens, rows that would be dropped,
 """
 SHOWN_CHARS = 60
 SHOWN_IDS = 64
+TAB = "\t"
 PERCENTILES = (0, 50, 90, 99, 100)
 _NO_MODEL = "none"
 
@@ -98,8 +100,7 @@ def describe_columns(data_set: DataSet) -> Iterator[str]:
         kind, n_null = data_set.describe(name)
         value = data_set[0].values.get(name)
         text = f"cannot be read: {value.reason}" if isinstance(value, Unreadable) else repr(value)
-        shown = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
-        yield f"  {name} ({kind}, {n_null} null): {shown}"
+        yield make_visible(f"  {name} ({kind}, {n_null} null): {shorten(text, SHOWN_CHARS)}")
 
 
 def describe_prompts(
@@ -170,7 +171,7 @@ def _shown_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, template: ChatTe
     text = render_prompt(row.prompt, tokenizer, row.where, template=template, tools=row.tools)
     ids = tokenize_prompt(row.prompt, tokenizer, row.where, template=template, tools=row.tools)
     yield f"prompt of row {row.index}, {len(ids)} tokens:"
-    yield from (f"  | {line}" for line in text.split("\n"))
+    yield from (f"  | {make_visible(line, keep=TAB)}" for line in text.split("\n"))
     shown = tokenizer.convert_ids_to_tokens(ids[:SHOWN_IDS].tolist())
     yield f"tokens: {shown}" + (" ..." if len(shown) < len(ids) else "")
 

@@ -21,6 +21,7 @@ from recipe_gkd.data.rows import DataSet
 from recipe_gkd.data.samples import Response
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
+from teacher.common.display_text import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,4 +85,4 @@ def _call(
     with RewardScorer(section) as scorer:
         [reward] = asyncio.run(scorer.score([item]))
     assert reward is not None  # a failure is an error
-    yield Finding(CALL, "ok", f"returns {reward.score:g} for the response {item.response[:_SHOWN_CHARS]!r}")
+    yield Finding(CALL, "ok", f"returns {reward.score:g} for the response {shorten(item.response, _SHOWN_CHARS)!r}")

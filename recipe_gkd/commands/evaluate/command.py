@@ -31,7 +31,8 @@ from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.model_files import load_tokenizer
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
-from recipe_gkd.rewards.reporting import reward_fields, scores_PN
+from recipe_gkd.rewards.items import decode_for_people
+from recipe_gkd.rewards.reporting import raw_field, reward_fields, scores_PN
 from recipe_gkd.rollout.offline_engine import (
     Generated,
     OfflineEngineOptions,
@@ -41,6 +42,7 @@ from recipe_gkd.rollout.offline_engine import (
     prepare_environment,
     vllm_engine,
 )
+from recipe_gkd.runtime.json_lines import json_line
 from recipe_gkd.validation import read_sources
 from teacher.common.fingerprint import count_ids
 from teacher.common.sizes import GIB
@@ -110,7 +112,7 @@ def _record_writer(file: TextIO | None) -> Callable[[Sequence[Record]], None]:
         if file is not None:
             file.seek(start)
             file.truncate()
-            file.writelines(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
+            file.writelines(json_line(record) for record in records)
             file.flush()
 
     return save
@@ -158,6 +160,7 @@ def evaluate(
     prompts = [(sources[prompt.row], prompt.row, data_set[prompt.row].prompt) for prompt, _ in pairs]
     records: list[Record] = [
         _record(str(folder), *prompts[index], texts[index], items[index].ground_truth if items else None, response)
+        | raw_field("raw_response", texts[index], decode_for_people(response, tokenizer))
         for index, response in enumerate(responses)
     ]
     rewards = score_and_save(records, items, scorer, save)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from recipe_gkd.commands.model_folder import short_names
 from recipe_gkd.rewards.reporting import mean_numbers
+from teacher.common.display_text import count_columns, make_visible, pad_left, pad_right
 
 ALL = "all"
 """Name of the group of all prompts."""
@@ -145,12 +146,12 @@ def as_json(evaluations: Sequence[Evaluation], settings: dict[str, Any]) -> dict
 
 def render(evaluations: Sequence[Evaluation], n: int) -> str:
     """Return a table with one column for each model."""
-    names = short_names([evaluation.model for evaluation in evaluations])
+    names = [make_visible(name) for name in short_names([evaluation.model for evaluation in evaluations])]
     scores = [scores_of(evaluation) for evaluation in evaluations]
     rows: list[tuple[str, list[str]]] = []
     for source in scores[0]:
         found = [score.get(source) for score in scores]
-        label = f"{source}, {scores[0][source].n_prompts:,} prompts"
+        label = f"{make_visible(source)}, {scores[0][source].n_prompts:,} prompts"
         rows.append((label, [""] * len(names)))
         if scores[0][source].mean is not None:
             title = "mean reward, greedy" if n == 1 else f"avg@{n}"
@@ -160,14 +161,19 @@ def render(evaluations: Sequence[Evaluation], n: int) -> str:
         if any(s is not None and s.n_failed for s in found):
             rows.append(("  responses without reward", [f"{s.n_failed:,}" if s else "" for s in found]))
         for name in scores[0][source].numbers:
-            rows.append((f"  {name}", [f"{s.numbers[name]:.4f}" if s and name in s.numbers else "" for s in found]))
+            rows.append(
+                (
+                    f"  {make_visible(name)}",
+                    [f"{s.numbers[name]:.4f}" if s and name in s.numbers else "" for s in found],
+                )
+            )
         rows.append(("  response tokens", [f"{s.response_len:,.1f}" if s else "" for s in found]))
         rows.append(("  truncated", [f"{s.truncated_fraction:.1%}" if s else "" for s in found]))
     if len(evaluations) > 1 and evaluations[0].rewards_PN is not None:
         gains = [None, *(difference(evaluations[0], other) for other in evaluations[1:])]
         rows.append((f"difference to {names[0]}", ["" if gain is None else _with_error(*gain, "+") for gain in gains]))
-    label_width = max(len(label) for label, _ in rows)
-    widths = [max(len(name), *(len(cells[i]) for _, cells in rows)) for i, name in enumerate(names)]
+    label_width = max(count_columns(label) for label, _ in rows)
+    widths = [max(count_columns(name), *(count_columns(cells[i]) for _, cells in rows)) for i, name in enumerate(names)]
     lines = [
         _line("", names, label_width, widths),
         *(_line(label, cells, label_width, widths) for label, cells in rows),
@@ -176,8 +182,8 @@ def render(evaluations: Sequence[Evaluation], n: int) -> str:
 
 
 def _line(label: str, cells: Sequence[str], label_width: int, widths: Sequence[int]) -> str:
-    values = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return f"{label.ljust(label_width)}  {values}"
+    values = "  ".join(pad_left(cell, width) for cell, width in zip(cells, widths, strict=True))
+    return f"{pad_right(label, label_width)}  {values}"
 
 
 def _with_error(mean: float | None, error: float | None, sign: str = "") -> str:

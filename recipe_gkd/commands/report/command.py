@@ -52,7 +52,7 @@ def write_report(run: Path, out: Path) -> None:
     draft = out.with_name(out.name + ".writing")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(page, encoding="utf-8")
+        draft.write_text(page, encoding="utf-8", errors="backslashreplace")  # JSON in the page may have surrogates
         draft.replace(out)
     except OSError as error:
         what = f"--out {out} cannot be written ({error.strerror})"

@@ -10,7 +10,7 @@ from recipe_gkd.commands.report.series import Series
 
 MAX_OTHER_CHARTS = 160
 MAX_LINES = 8
-_NO_REWARD = re.compile(r"val/.*/(response_len|truncated_fraction|kl|reverse_kl)")
+_NO_REWARD = re.compile(r"val/.*/(response_len|truncated_fraction|seq_rep_4|looping_fraction|kl|reverse_kl)")
 
 
 @dataclass(frozen=True)

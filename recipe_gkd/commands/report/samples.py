@@ -7,6 +7,7 @@ from typing import Any
 from recipe_gkd.commands.report.run_files import Run, read_responses
 from recipe_gkd.commands.report.templates import render
 from recipe_gkd.data.values import is_list_of_objects
+from teacher.common.display_text import shorten
 
 N_PROMPTS = 6
 MAX_CHARS = 3000
@@ -58,8 +59,7 @@ def prompt_parts(prompt: object) -> list[tuple[object, object]]:
 
 def cut(value: object) -> str:
     """Return at most :data:`MAX_CHARS` characters of a text."""
-    content = "" if value is None else str(value)
-    return content if len(content) <= MAX_CHARS else content[:MAX_CHARS] + " ..."
+    return shorten("" if value is None else str(value), MAX_CHARS, " ...")
 
 
 def _spread(steps: list[int], count: int) -> list[int]:

@@ -95,6 +95,17 @@ class TestPage:
         assert "<title>first &amp; best" in page and "<script>alert" not in page and page.count("<script>") == 2
         assert "1+1=&lt;script&gt;alert(1)&lt;/script&gt;" in page and "answer 0" in page and "answer 1" in page
 
+    def test_control_characters_and_surrogates_are_visible(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run", **{"val/\ud83d/score": 1.0})
+        records = [json.loads(path.read_text()) for path in sorted((run / "validation").iterdir())]
+        text = "a\x00\x1b[31m\u202e\ud83d\nحب"
+        for path, record in zip(sorted((run / "validation").iterdir()), records, strict=True):
+            path.write_text(json.dumps(record | {"answer": "a", "raw_answer": text + "<|im_end|>"}) + "\n")
+        write_report(run, tmp_path / "report.html")
+        page = (tmp_path / "report.html").read_text(encoding="utf-8")
+        shown = '<pre dir="auto">a\\x00\\x1b[31m\\u202e\\ud83d\nحب&lt;|im_end|&gt;</pre>'
+        assert page.count(shown) == len(records)
+
     def test_long_run_gives_a_small_page(self, tmp_path: Path) -> None:
         run = make_run(tmp_path / "run")
         with (run / "metrics.jsonl").open("w") as file:
