@@ -89,7 +89,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "can be melted again and again.",
         "In winter many birds fly south, where it is warm and food is easy to find. In spring they return to build "
         "their nests. Some of them travel thousands of kilometers.",
-        "Tom wanted to bake a cake, but there were no eggs in the house. He asked his neighbor, who gave him three. In "
+        "Tom wanted to bake a cake, but there were no eggs in the kitchen. He asked his neighbor, who gave him three. In "
         "return she got the first piece.",
         "The old factory by the river was empty for twenty years. Last year artists turned it into studios. Now people "
         "from all over the city visit it on weekends.",
@@ -107,8 +107,8 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "takes care of ten of them.",
         "Salt was once so valuable that it was used as money. It keeps meat and fish from spoiling. Whole cities "
         "became rich because salt was found nearby.",
-        "Peter's watch stopped during the night. He came an hour late to work, but it was Sunday, and nobody was "
-        "there. He laughed and went home for breakfast.",
+        "Peter's watch stopped during the night. He came an hour late to work, but it was Sunday, and the office "
+        "was empty. He laughed and went home for breakfast.",
         "A desert is a place with very little rain. Days can be hot and nights cold. Plants there store water, and "
         "many animals are active only at night.",
         "The first bicycles had no pedals. Riders pushed themselves along with their feet. Pedals, chains and tires "
