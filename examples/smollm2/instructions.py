@@ -89,8 +89,8 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "can be melted again and again.",
         "In winter many birds fly south, where it is warm and food is easy to find. In spring they return to build "
         "their nests. Some of them travel thousands of kilometers.",
-        "Tom wanted to bake a cake, but there were no eggs in the kitchen. He asked his neighbor, who gave him three. In "
-        "return she got the first piece.",
+        "Tom wanted to bake a cake, but there were no eggs in the kitchen. He asked his neighbor, who gave him three. "
+        "In return she got the first piece.",
         "The old factory by the river was empty for twenty years. Last year artists turned it into studios. Now people "
         "from all over the city visit it on weekends.",
         "Regular sleep helps the body to recover and the brain to remember. Adults need about seven to nine hours each "

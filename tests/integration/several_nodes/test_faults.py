@@ -61,7 +61,7 @@ class TestLostNode:
         with laboratory.ray_nodes(2, 1) as (first, second):
             run, before = start(laboratory, first, "lost_node", "trainer.max_worker_restarts=0")
             second.kill()
-            await_error(run, rf"rollout worker 0 of 1 .*node {second.address}", TIMEOUT_S + ERROR_MARGIN_S)
+            await_error(run, rf"rollout worker 0 of 1\b.*node {second.address}", TIMEOUT_S + ERROR_MARGIN_S)
             assert run.finish(END_S) == 1, run.output
             assert_nothing_left(first, before)
         assert second.processes() == []
@@ -119,7 +119,7 @@ class TestCutLink:
         with laboratory.ray_nodes(2, 1) as (first, second):
             run, before = start(laboratory, first, "long_cut", "trainer.max_worker_restarts=0")
             second.cut()
-            await_error(run, rf"rollout worker 0 of 1 .*node {second.address}", RPC_TIMEOUT_S + ERROR_MARGIN_S)
+            await_error(run, rf"rollout worker 0 of 1\b.*node {second.address}", RPC_TIMEOUT_S + ERROR_MARGIN_S)
             assert run.finish(END_S) == 1, run.output
             assert_nothing_left(first, before)
 

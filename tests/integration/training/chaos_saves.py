@@ -30,6 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -60,22 +61,28 @@ def test_run_resumes_after_fault_during_save(tmp_path: Path) -> None:
 # ---- an actor rank
 
 
+def train_step(actor: Any, step: int) -> None:
+    """Train on a fixed batch of the step."""
+    from tests._support.tiny_models import make_samples, update
+
+    update(actor, make_samples(4, seed=step), step)
+
+
+def digest(actor: Any) -> str:
+    """Return a hash of the weights."""
+    from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
+
+    weights = sorted(exported(actor).items())
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for _, tensor in weights)).hexdigest()
+
+
 def serve_rank(rank: int, port: int, config: Any, pipe: Connection) -> None:
     """Start an actor and serve calls from the pipe until it is closed."""
-    from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
     from recipe_gkd.errors import GkdError, WorkerError
-    from tests._support.tiny_models import make_samples, started, update
+    from tests._support.tiny_models import started
 
     with started(rank, N_RANKS, port, config, total_steps=LAST_STEP) as actor:
-
-        def train(step: int) -> None:
-            update(actor, make_samples(4, seed=step), step)
-
-        def digest() -> str:
-            weights = sorted(exported(actor).items())
-            return hashlib.sha256(b"".join(tensor.numpy().tobytes() for _, tensor in weights)).hexdigest()
-
-        additional = {"train": train, "digest": digest}
+        additional = {function.__name__: partial(function, actor) for function in (train_step, digest)}
         while True:
             try:
                 number, method, args = pipe.recv()
@@ -98,7 +105,7 @@ class Group:
 
     async def call(self, method: Any, *args: Any, timeout_s: float, phase: str) -> list[Any]:
         """Call a method on all ranks and return the results by rank. Raise the first error."""
-        method = getattr(method, "__name__", method)  # the tests' own methods are called by name
+        method = method.__name__
         from recipe_gkd.errors import DeadlineError, WorkerDied
 
         self.number += 1
@@ -173,6 +180,7 @@ async def train(config: Any, group: Group, events: Connection) -> int:
     """Resume, train up to `STEPS_PER_TRIAL` steps with a save after each, and return the number of failed saves."""
     from types import SimpleNamespace
 
+    from recipe_gkd.actor.ray_worker import ActorWorker
     from recipe_gkd.checkpoints.folders import recover
     from recipe_gkd.checkpoints.resume import load_first_usable, resume_points
     from recipe_gkd.checkpoints.run_lock import locked
@@ -183,10 +191,10 @@ async def train(config: Any, group: Group, events: Connection) -> int:
     class Run(Trainer):
         async def loop(self, _: object) -> None:
             while self.progress.step < self.last_step:
-                await self.call_actors("train", self.progress.step)
+                await self.call_actors(train_step, self.progress.step)
                 step = self.progress.step + 1
                 self.progress = dataclasses.replace(self.progress, step=step, prompts_trained=4 * step)
-                events.send(("trained", step, (await self.call_actors("digest"))[0]))
+                events.send(("trained", step, (await self.call_actors(digest))[0]))
                 await self.save()
                 events.send(("saved", step, self.saver.failed_saves))
 
@@ -203,12 +211,12 @@ async def train(config: Any, group: Group, events: Connection) -> int:
         if points := resume_points(config, fresh):
 
             async def load(path: str) -> None:
-                await group.call("load_checkpoint", path, timeout_s=timeout_s, phase="load_checkpoint")
+                await group.call(ActorWorker.load_checkpoint, path, timeout_s=timeout_s, phase="load_checkpoint")
 
             point = await load_first_usable(points, load, may_skip=config.trainer.resume_mode == "auto")
             start = ResumeState(point.progress, point.folder)
-        digest = (await group.call("digest", timeout_s=timeout_s, phase="digest"))[0]
-        events.send(("resumed", start.progress.step, digest))
+        [weights, *_] = await group.call(digest, timeout_s=timeout_s, phase="digest")
+        events.send(("resumed", start.progress.step, weights))
         last = min(start.progress.step + STEPS_PER_TRIAL, LAST_STEP)
         loader: Any = SimpleNamespace(
             data=SimpleNamespace(ids=[np.zeros(1, np.int32)]), last_step=lambda position, step: last
