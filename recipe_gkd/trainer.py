@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -29,6 +30,7 @@ from recipe_gkd.errors import CheckpointError, GkdError, RewardError, WeightSync
 from recipe_gkd.hybrid import open_devices
 from recipe_gkd.hybrid.sync_probe import mismatch_guard
 from recipe_gkd.metrics.loggers.loggers import Loggers
+from recipe_gkd.metrics.repetition import batch_repetition
 from recipe_gkd.metrics.run_summary import RunSummary
 from recipe_gkd.metrics.sample_record import SampleRecord
 from recipe_gkd.metrics.steps import StepMetrics, span
@@ -42,7 +44,7 @@ from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.runtime.remote_group import R, Ts
 from recipe_gkd.runtime.run_log import log_to_file
 from recipe_gkd.runtime.stop_request import StopRequest
-from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.runtime.threads import in_thread, start_in_thread
 from recipe_gkd.teachers.router import Teachers
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.scoring.setup import max_row_bytes
@@ -232,7 +234,10 @@ class Trainer:
         batch.metrics |= self.teachers.step_metrics(batch.samples, batch.step, before=self.progress.skipped_samples)
         async with pipeline.actor_update(batch), self.devices.turn("update"):
             with span(batch.metrics, "timing/update_actor"):
+                repetition = start_in_thread(batch_repetition, batch.samples)  # the driver is idle during the update
                 batch.metrics |= await self.cluster.update(batch)
+            repeated = await asyncio.wrap_future(repetition)
+            batch.metrics |= repeated
             self.mismatch.observe_update(batch.step, batch.metrics)
             batch.metrics |= await self.devices.take_metrics()
             batch.metrics |= await self.cluster.metrics()

@@ -193,7 +193,8 @@ class Validation:
             log.warning("%s was not written within %g s; check the disk", path, WRITE_TIMEOUT_S)
         if self._n_logged:
             log.info("validation after step %d: %s", step, table_of(scored, self._n_logged, path))
-        return self._metrics(scored) | (kl.metrics(self._sources.repeat(self.n)) if kl is not None else {})
+        metrics = await in_thread(self._metrics, scored)
+        return metrics | (kl.metrics(self._sources.repeat(self.n)) if kl is not None else {})
 
     async def close(self) -> None:
         """Write the files that wait for the disk."""

@@ -6,6 +6,9 @@ import argparse
 
 from recipe_gkd.config.caller import caller_path
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""Values of ``--dtype``. auto: the data type of the model folder."""
+
 
 def config_parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser of ``python -m recipe_gkd.<module>``.

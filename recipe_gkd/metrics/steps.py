@@ -17,7 +17,6 @@ from recipe_gkd.metrics.advice.advice import Advisor
 from recipe_gkd.metrics.advice.measured_stages import WAITS
 from recipe_gkd.metrics.advice.resource_layout import PoolSize, ResourceLayout
 from recipe_gkd.metrics.loggers.loggers import Loggers
-from recipe_gkd.metrics.repetition import repetition_metrics
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.metrics.trace import TraceFile
 from recipe_gkd.metrics.utilization import ActorUtilization
@@ -157,7 +156,7 @@ class StepMetrics:
 
 
 def describe(batch: ReadyBatch, responses_per_prompt: int = 1) -> dict[str, float]:
-    """Return statistics of the samples of a batch: lengths, repetition, staleness and rewards.
+    """Return statistics of the samples of a batch: lengths, staleness and rewards.
 
     Statistics of responses are over sampled responses. Reference responses are excluded.
 
@@ -178,7 +177,6 @@ def describe(batch: ReadyBatch, responses_per_prompt: int = 1) -> dict[str, floa
     truncated = np.array([sample.response.finish_reason == "length" for sample in sampled])
     staleness = np.array(batch.staleness)[[not sample.is_reference for sample in batch.samples]]
     versions = [sample.response.versions_T for sample in sampled]  # ascending
-    metrics |= repetition_metrics([sample.response for sample in sampled], "response/")
     metrics |= {
         "response_seq_len/average": float(lengths.mean()),
         "response_seq_len/max": float(lengths.max()),

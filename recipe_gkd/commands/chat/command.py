@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import recipe_gkd.commands.chat as package
+from recipe_gkd.commands.arguments import DTYPES
 from recipe_gkd.commands.model_folder import model_folder, short_names
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
@@ -19,7 +20,6 @@ from recipe_gkd.errors import ConfigError
 if TYPE_CHECKING:
     from recipe_gkd.commands.chat.session import Session
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_SEED = 2**62
 

@@ -17,6 +17,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 import recipe_gkd.commands.evaluate as package
+from recipe_gkd.commands.arguments import DTYPES
 from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, render
 from recipe_gkd.commands.model_folder import model_folder
 from recipe_gkd.config import Config
@@ -50,7 +51,6 @@ from teacher.common.sizes import GIB
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 NAME = "the evaluation data"
 
 Record = dict[str, Any]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import pytest
 
@@ -31,13 +32,17 @@ def test_pruned_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
         "PROXY_BACKEND_PORT": str(free_port()),
     }
     command = ["bash", "launch/example_smollm2.sh", *SMALL]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    with subprocess.Popen(command, cwd=REPO, env=environment, stdout=PIPE, stderr=STDOUT, text=True) as process:
+        try:
+            output, _ = process.communicate(timeout=2 * PATIENCE_S)
+        finally:
+            process.terminate()  # the script ends its teacher and the training
+    assert process.returncode == 0, output[-6000:]
     models = json.loads((tmp_path / "models.json").read_text(encoding="utf-8"))
     assert models["teacher"]["answers"]["What is the capital of France?"] == "The capital of France is Paris."
     figures = json.loads((tmp_path / "results/comparison.json").read_text(encoding="utf-8"))["figures"]
     assert figures["after"]["kl"] < figures["before"]["kl"]
     assert figures["teacher"]["capitals"] > figures["before"]["capitals"]
     assert figures["teacher"]["agreement"] > 0.95 > figures["before"]["agreement"]
-    assert "answers that end" in done.stdout
+    assert "answers that end" in output
     assert (tmp_path / "run/report.html").is_file()

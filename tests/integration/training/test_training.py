@@ -45,6 +45,8 @@ METRICS = (
     "actor/rollout_probs_diff_mean",
     "actor/rollout_probs_diff_max",
     "response_seq_len/average",
+    "response/seq_rep_4",
+    "response/looping_fraction",
     "response_seq_len/max",
     "response_seq_len/min",
     "training/global_step",
