@@ -56,7 +56,8 @@ start_teacher() {
 
 evaluate() { # evaluate NAME [OPTION...]: greedy responses of the three models to the prompts of NAME.jsonl
   local name=$1; shift
-  exec "$python" -m recipe_gkd evaluate "$models/teacher" "$models/student" "$run" "$@" --data "$EXAMPLE_DIR/$name.jsonl" \
+  OMP_NUM_THREADS=$(nproc) \
+    exec "$python" -m recipe_gkd evaluate "$models/teacher" "$models/student" "$run" "$@" --data "$EXAMPLE_DIR/$name.jsonl" \
     --json "$results/$name.json" --responses "$results/$name.responses.jsonl" --dtype float32 --cpu-cache-gb 0.25 \
     data.max_prompt_length=256 data.max_response_length=64
 }
