@@ -66,7 +66,7 @@ def test_children_of_a_killed_worker_end_before_its_successor_starts(ray_session
         assert not is_running(child)
         await group.stop(timeout_s=5)
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 class SlowParent(Parent):
@@ -109,4 +109,4 @@ def test_worker_whose_replacement_was_canceled_is_replaced_again_with_its_proces
         await restarts.kill_orphans()
         await group.stop(timeout_s=5)
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

@@ -76,7 +76,7 @@ STOPPED, DEAD = 4, 5
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 60))
+    return asyncio.run(asyncio.wait_for(work, PATIENCE_S))
 
 
 def start(n: int) -> tuple[WorkerGroup, list[int]]:
@@ -107,7 +107,7 @@ def hung(ray_session: None) -> Iterator[tuple[WorkerGroup, list[int], GkdError]]
 def folder(hung: tuple[WorkerGroup, list[int], GkdError], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the diagnosis."""
     group, _, error = hung
-    folder = run(diagnose(error, [group], tmp_path_factory.mktemp("run")))
+    folder = run(diagnose(error, [group], tmp_path_factory.mktemp("run"), timeout_s=60))
     assert isinstance(folder, Path)
     return folder
 

@@ -61,7 +61,7 @@ class Worker:
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 30))
+    return asyncio.run(asyncio.wait_for(work, PATIENCE_S))
 
 
 def start(n: int) -> WorkerGroup:

@@ -108,7 +108,7 @@ async def diagnose_stopped_worker(actors: WorkerGroup, rollouts: WorkerGroup, ra
         await actors.call(Worker.hang_by_intention, timeout_s=1, phase="update")
     except DeadlineError as error:
         with tempfile.TemporaryDirectory() as root:
-            folder = await diagnose(error, [actors, rollouts], Path(root))
+            folder = await diagnose(error, [actors, rollouts], Path(root), timeout_s=60)
             assert folder is not None
             return {file.name: file.read_text() for file in folder.glob("*.stacks.txt")}
     raise AssertionError(f"actor worker {rank} answered")
@@ -147,7 +147,7 @@ async def score_on(pool: Pool) -> dict[str, Any]:
             await scoring.connect(30)
             scoring.homes = Homes(tuple(nodes), (0, 1, 1))
             request = TeacherRequest(teacher="a", step=0, uids=range(6), sequences=sequences)
-            scores = await scoring.scores(request, 30)
+            scores = await scoring.scores(request, PATIENCE_S)
             places = ray.experimental.get_object_locations([each.block for each in scores])
             await scoring.group.stop(timeout_s=5)
             return {
@@ -179,7 +179,7 @@ async def scenario(cluster: Cluster, second: Any) -> dict[str, Any]:
     facts["stacks"] = await diagnose_stopped_worker(actors, rollouts, stopped, facts["actors"][stopped][2])
     await actors.stop(timeout_s=5)
     with suppress(TimeoutError):  # on a busy machine the kill may miss its deadline; Ray then ends the process
-        await wait_until_async(lambda: not any(is_running(pid) for _, _, pid in facts["actors"]), 10)
+        await wait_until_async(lambda: not any(is_running(pid) for _, _, pid in facts["actors"]))
     facts["actors_running"] = [pid for _, _, pid in facts["actors"] if is_running(pid)]
 
     facts["death"] = await lose_node(cluster, second, rollouts)

@@ -391,7 +391,7 @@ class TestOnFailure:
                     await asyncio.sleep(0.05)
                 scoring.cancel()
 
-            asyncio.run(asyncio.wait_for(score_and_leave(), 20))
+            asyncio.run(asyncio.wait_for(score_and_leave(), PATIENCE_S))
         assert all(has_ended(int(pid)) for pid in pids.read_text().split())
 
 

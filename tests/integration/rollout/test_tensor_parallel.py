@@ -84,4 +84,4 @@ def test_tp2_engine_killed_rank_worker_is_replaced(pool: Pool, tensor_pair: Work
         assert not [one.pid for one in processes if is_alive(one)]
         assert await tensor_pair.dead() == []
 
-    asyncio.run(asyncio.wait_for(scenario(), 120))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

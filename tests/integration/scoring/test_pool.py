@@ -57,11 +57,12 @@ def request(n: int, teacher: str = "a", sequences: Sequence[TeacherSequence] | N
 
 @contextmanager
 def scoring(specs: dict[str, ClientSpec], *, max_restarts: int = 2, per_node: int = 1) -> Iterator[ScoringPool]:
-    """Run scoring workers on this node."""
+    """Run scoring workers on this node. Limits of the tests begin after the start of the processes."""
     node = own_node()
     pool = ScoringPool.start(specs, {node: "here"}, per_node=per_node, max_restarts=max_restarts)
     pool.homes = Homes((node,), (0,))
     try:
+        ray.get([handle.__ray_ready__.remote() for handle in pool.group.handles], timeout=PATIENCE_S)
         yield pool
     finally:
         asyncio.run(pool.group.stop(timeout_s=5))
@@ -116,7 +117,7 @@ def assert_scored(scores: Sequence[StoredTopK], sequences: Sequence[TeacherSeque
 
 async def pid_of(pool: ScoringPool) -> int:
     """Return the process id of the first worker."""
-    await pool.scores(request(1), 20)
+    await pool.scores(request(1), PATIENCE_S)
     return pool._pids[0]
 
 
@@ -131,8 +132,10 @@ class TestResults:
         monkeypatch.setattr(pool_module, "PART_BYTES", 3 * 6 * K * 6)  # three sequences of six float16 rows
 
         async def body() -> None:
-            await pool.connect(20)
-            of_a, of_b = await asyncio.gather(pool.scores(request(8), 20), pool.scores(request(5, "b"), 20))
+            await pool.connect(PATIENCE_S)
+            of_a, of_b = await asyncio.gather(
+                pool.scores(request(8), PATIENCE_S), pool.scores(request(5, "b"), PATIENCE_S)
+            )
             assert_scored(of_a, request(8).sequences)
             assert_scored(of_b, request(5).sequences, offset=50)
             assert [scores.index for scores in of_a] == [0, 1, 2, 0, 1, 2, 0, 1]
@@ -152,7 +155,7 @@ class TestResults:
 
     def test_scores_extended_to_a_longer_response_have_absent_rows(self, service: Proxy) -> None:
         async def body() -> None:
-            [scores] = await pool.scores(request(1), 20)
+            [scores] = await pool.scores(request(1), PATIENCE_S)
             longer = TeacherSequence(np.append(sequence(0).token_ids, [7, 7]).astype(np.int32), 2)
             [rows] = fetched([scores.extended(8)], [longer])
             assert rows.is_scored_T.tolist() == [True] * 6 + [False] * 2 == scores.extended(8).is_scored_T.tolist()
@@ -164,7 +167,7 @@ class TestResults:
     def test_loopback_service_is_used_on_the_node_of_the_driver(self, service: Proxy) -> None:
         async def body() -> None:
             pool.homes = Homes(("another node",), (0,))
-            scores = await pool.scores(request(2), 20)
+            scores = await pool.scores(request(2), PATIENCE_S)
             assert_scored(scores, request(2).sequences)
             assert {each.home for each in scores} == {-1}
 
@@ -177,7 +180,7 @@ class TestErrors:
         async def body() -> None:
             refused = TeacherSequence(np.array([1, 2, REFUSED], np.int32), 1)
             with raises(TeacherRequestError, uid=12, sequence=1, argument="token_ids"):
-                await pool.scores(replace(request(2, sequences=[sequence(0), refused]), uids=[11, 12]), 20)
+                await pool.scores(replace(request(2, sequences=[sequence(0), refused]), uids=[11, 12]), PATIENCE_S)
 
         with scoring({"a": spec_of(service)}) as pool:
             run(body)
@@ -193,7 +196,7 @@ class TestErrors:
 
     def test_canceled_request_is_canceled_at_the_service(self, service: Proxy, engine: OffsetEngine) -> None:
         async def body() -> None:
-            waiting = asyncio.create_task(pool.scores(request(3), 60))
+            waiting = asyncio.create_task(pool.scores(request(3), PATIENCE_S))
             await wait_until_async(lambda: len(engine._waiting) == 3)
             waiting.cancel()
             await asyncio.wait([waiting])
@@ -209,7 +212,7 @@ class TestErrors:
             info = client.hello()
         other = ClientSpec(spec.server_ip, spec.server_port, spec.options, model=replace(info, model_name="other"))
         with scoring({"a": other}) as pool, raises(WorkerError, worker="scoring worker 0 of 1") as caught:
-            asyncio.run(pool.connect(20))
+            asyncio.run(pool.connect(PATIENCE_S))
         assert caught.value.__cause__ is not None
         cause = unwrap(caught.value.__cause__)
         assert isinstance(cause, TeacherChanged) and cause.teacher == "a"
@@ -229,11 +232,11 @@ class TestFaults:
     ) -> None:
         async def body() -> None:
             pid = await pid_of(pool)
-            before = await pool.scores(request(4), 20)
+            before = await pool.scores(request(4), PATIENCE_S)
             await asyncio.sleep(FREED_AFTER_S)
             step, engine.step = engine.step, list  # type: ignore[method-assign, assignment]
             long = [sequence(uid, n_tokens=10_000) for uid in range(5)]  # 200 kB, more than Ray sends inline
-            waiting = asyncio.create_task(pool.scores(request(5, sequences=long), 60))
+            waiting = asyncio.create_task(pool.scores(request(5, sequences=long), PATIENCE_S))
             await wait_until_async(lambda: len(engine._waiting) == 5)
             os.kill(pid, signal.SIGKILL)
             engine.step = step  # type: ignore[method-assign]
@@ -250,7 +253,7 @@ class TestFaults:
             await asyncio.sleep(FREED_AFTER_S)
             os.kill(pid, signal.SIGKILL)
             with raises(WorkerDied, worker="scoring worker 0 of 1") as died:
-                await pool.scores(request(1), 20)
+                await pool.scores(request(1), PATIENCE_S)
             assert "max_worker_restarts=2 allows more" in died.value.details[-1]
 
         with scoring({"a": spec_with_last_tokens(service)}) as pool:
@@ -279,7 +282,7 @@ class TestFaults:
         async def body() -> None:
             os.kill(await pid_of(pool), signal.SIGKILL)
             with raises(WorkerDied, worker="scoring worker 0 of 1") as died:
-                await pool.scores(request(1), 20)
+                await pool.scores(request(1), PATIENCE_S)
             assert "max_worker_restarts=0 is used up" in died.value.details[-1]
 
         with scoring({"a": spec_of(service)}, max_restarts=0) as pool:
@@ -312,7 +315,7 @@ class TestFaults:
                 with raises(TeacherTimeout, worker="scoring worker 0 of 1", stage=""):
                     await pool.scores(request(1), 0.5)
             assert "does not answer, and was not killed: no answer of its node" in caplog.text
-            first, second = await asyncio.gather(pool.scores(request(2), 10), pool.scores(request(3), 10))
+            first, second = await asyncio.gather(pool.scores(request(2), 15), pool.scores(request(3), 15))
             assert_scored(first, request(2).sequences)
             assert_scored(second, request(3).sequences)
             assert pool.n_restarts == 1 and caplog.text.count("its process was killed") == 1
@@ -359,10 +362,10 @@ class TestNodes:
         """The node of the actors may be lost."""
 
         async def body() -> None:
-            await pool.connect(20)
+            await pool.connect(PATIENCE_S)
             pool._workers_of["lost node"] = pool._workers_of.pop(own_node())
-            await pool.move(Homes((own_node(),), (0,)), 20)
-            scores = await pool.scores(request(3), 20)
+            await pool.move(Homes((own_node(),), (0,)), PATIENCE_S)
+            scores = await pool.scores(request(3), PATIENCE_S)
             assert_scored(scores, request(3).sequences)
             assert list(pool._pids) == [1] and len(pool.group) == 2
 
@@ -374,7 +377,7 @@ def test_rows_stay_in_the_object_store(service: Proxy) -> None:
     """The driver holds a reference to large blocks, and Ray frees them with the last reference."""
 
     async def body() -> None:
-        pool_scores = await pool.scores(request(1, sequences=[sequence(0, n_tokens=4000)]), 20)
+        pool_scores = await pool.scores(request(1, sequences=[sequence(0, n_tokens=4000)]), PATIENCE_S)
         [block] = {scores.block for scores in pool_scores}
         location = ray.experimental.get_object_locations([block])[block]
         assert location["object_size"] > pool_scores[0].n_bytes > 100_000  # larger than what Ray sends inline
@@ -402,7 +405,7 @@ def test_lost_rows_are_a_worker_error(service: Proxy) -> None:
 
     async def body() -> None:
         sequences = [sequence(0)]
-        scores = await pool.scores(request(1, sequences=sequences), 20)
+        scores = await pool.scores(request(1, sequences=sequences), PATIENCE_S)
         owner = OwnerOfRows.remote()
         (block,) = ray.get(owner.reference.remote(), timeout=PATIENCE_S)
         ray.kill(owner)

@@ -108,7 +108,7 @@ class TestCutLink:
             time.sleep(TIMEOUT_S / 3)
             n_before = len(run.metrics)
             second.restore()
-            run.await_step(n_before + 5, 60)
+            run.await_step(n_before + 5)
             assert run.metrics[-1]["rollout/restarts"] == 0
             run.node.send(run.process, signal.SIGINT)
             run.finish(END_S)
@@ -143,7 +143,7 @@ class TestFullDisk:
             run, before = start(laboratory, first, "full_disk")
             second.fill_disk()
             n_before = len(run.metrics)
-            run.await_step(n_before + 5, 60)
+            run.await_step(n_before + 5)
             assert run.metrics[-1]["rollout/restarts"] == 0
             run.node.send(run.process, signal.SIGINT)
             run.finish(END_S)

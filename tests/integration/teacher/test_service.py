@@ -168,9 +168,9 @@ def test_status_health_and_metrics_describe_service(
     shown = capsys.readouterr().out
     assert f"{service.ckpt_path.name}, top {VOCAB_SIZE}" in shown and "since the start: scored" in shown
     address = f"http://127.0.0.1:{service.port + 2}"  # the default address
-    with urllib.request.urlopen(f"{address}/healthz", timeout=5) as health:
+    with urllib.request.urlopen(f"{address}/healthz", timeout=PATIENCE_S) as health:
         assert health.status == 200
-    with urllib.request.urlopen(f"{address}/metrics", timeout=5) as metrics:
+    with urllib.request.urlopen(f"{address}/metrics", timeout=PATIENCE_S) as metrics:
         assert "teacher_worker_scored_tokens_total{" in metrics.read().decode()
 
 

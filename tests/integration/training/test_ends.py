@@ -22,7 +22,7 @@ from recipe_gkd.runtime.process_trees import tree
 from teacher.common.process_id import is_alive
 from tests._support.errors import raises
 from tests._support.training_command import Run, StartRun, Teacher, processes_of_run, running_teacher, stop_service
-from tests._support.waiting import wait_until
+from tests._support.waiting import PATIENCE_S, wait_until
 
 LONG_RUN = ("trainer.total_epochs=1000", "trainer.save_freq=2", "trainer.scheduler=one_step_off")
 DEFAULT_PORT = 15555  # With ``backend=hf`` any other value is refused.
@@ -69,7 +69,7 @@ class TestSignal:
         [served] = re.findall(
             r"metrics for Prometheus: http://[^:]+:(\d+)/metrics", (run.folder / "run.log").read_text()
         )
-        with urllib.request.urlopen(f"http://127.0.0.1:{served}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{served}/metrics", timeout=PATIENCE_S) as page:
             assert "recipe_gkd_actor_kl_loss " in page.read().decode()
         with gzip.open(run.folder / "profile" / "step_2_rank_0.json.gz") as profile:
             assert json.load(profile)["traceEvents"]
