@@ -3,6 +3,9 @@
 With a staleness bound of 0 a batch is trained on by the weights that sampled it, so the update compares all its tokens
 and this probe is not needed. Otherwise the actor has newer weights when the responses arrive. Then each engine samples
 a few tokens after the sync, as it samples responses, and the actor computes their log-probabilities.
+
+The long context takes most of the time. It shows errors of the position embedding, which do not come and go with the
+weights, so only the first ``mismatch_patience`` syncs of a run have it: enough to end the run.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ def needs_probe(config: Config) -> bool:
 
 
 def probe_contexts(prompts: Sequence[np.ndarray], config: Config) -> list[np.ndarray]:
-    """Return the contexts after which engines sample: evenly spaced prompts, and a long one that joins prompts.
+    """Return the contexts after which engines sample: evenly spaced prompts, and last a long one that joins prompts.
 
     The long context reaches positions at which an error of the position embedding is visible.
 
@@ -92,13 +95,16 @@ class SyncProbe:
         self._cluster = cluster
         self._timeout_s, self._actor_timeout_s = timeout_of(config, SYNC_TIMEOUT), timeout_of(config, ACTOR_TIMEOUT)
         self._prompts = [Prompt(uid=uid, ids=ids, row=uid) for uid, ids in enumerate(contexts)]
+        self._n_long_left = config.actor_rollout_ref.rollout.mismatch_patience
 
     async def measure(self, version: int) -> dict[str, float]:
         """Sample on all engines and compare them with the actor; see :meth:`sample` and :meth:`compare`."""
         return await self.compare(await self.sample(version), version)
 
     async def sample(self, version: int) -> dict[str, list[Response]]:
-        """Return responses of each engine by its label. An engine that fails is left out.
+        """Return responses of each engine by its label, the first times also to the long context.
+
+        An engine that fails is left out.
 
         The next request to an engine that fails handles the failure.
 
@@ -106,7 +112,9 @@ class SyncProbe:
             version: Version of the weights that actor and engines have.
         """
         rollouts = self._cluster.rollouts
-        sampled = await asyncio.gather(*(self._sample(rank, version) for rank in range(len(rollouts))))
+        prompts = self._prompts if self._n_long_left > 0 else self._prompts[:-1]
+        self._n_long_left -= 1
+        sampled = await asyncio.gather(*(self._sample(rank, prompts, version) for rank in range(len(rollouts))))
         return {rollouts.label(rank): responses for rank, responses in enumerate(sampled) if responses}
 
     async def compare(self, by_engine: Mapping[str, Sequence[Response]], version: int) -> dict[str, float]:
@@ -135,12 +143,12 @@ class SyncProbe:
             for label, responses in by_engine.items()
         }
 
-    async def _sample(self, rank: int, version: int) -> list[Response]:
+    async def _sample(self, rank: int, prompts: list[Prompt], version: int) -> list[Response]:
         """Return the responses of one engine that have tokens; none if it fails."""
         stream = self._cluster.rollouts.stream(
             rank,
             RolloutWorker.generate,
-            self._prompts,
+            prompts,
             version,
             "probe",
             self._timeout_s,

@@ -72,7 +72,7 @@ class _Bfloat16(Float16Module):
 
 
 def set_hyperparameters(optimizer: MegatronOptimizer, lr: float, optim: OptimConfig) -> None:
-    """Set learning rate, weight decay and betas. Call it before every step.
+    """Set learning rate, weight decay and betas, and the implementation on CPUs. Call it before every step.
 
     Megatron's scheduler, which would apply the multipliers of the parameter groups, is not used. A loaded checkpoint
     contains the groups of the run that saved it, so this run's values are set again.
@@ -85,6 +85,10 @@ def set_hyperparameters(optimizer: MegatronOptimizer, lr: float, optim: OptimCon
         group["lr"] = lr
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
         group["betas"] = optim.betas
+        if "fused" in group and all(
+            parameter.device.type == "cpu" for parameter in group["params"]
+        ):  # torch's AdamW: five times as fast
+            group["fused"], group["foreach"] = True, False
 
 
 @torch.no_grad()

@@ -21,6 +21,8 @@ Patch                          Place in ``megatron/core``
 ``_patch_rotary_embedding``    transformer/attention.py ``apply_rotary_pos_emb``
 ``_patch_cuda_functions``      tensor_parallel/random.py, pipeline_parallel/p2p_communication.py and others
 ``_patch_moe_dispatcher``      transformer/moe/token_dispatcher.py ``MoEAlltoAllTokenDispatcher``
+``_patch_single_rank_groups``  distributed/param_and_grad_buffer.py ``dist_all_gather_func``,
+                               ``dist_reduce_scatter_func``
 ``_patch_uneven_collectives``  tensor_parallel/mappings.py ``_gather_along_first_dim``,
                                ``_reduce_scatter_along_first_dim``
 ``on_host``                    optimizer/optimizer.py, pipeline_parallel/schedules.py and others
@@ -63,6 +65,7 @@ def install() -> None:
     if not torch.cuda.is_available():
         _patch_cuda_functions()
         _patch_moe_dispatcher()
+        _patch_single_rank_groups()
         _patch_uneven_collectives()
         # `jit_fuser` is torch.compile, which would start a C++ compiler for each fused operation.
         torch.compiler.set_stance("force_eager")
@@ -233,6 +236,30 @@ def _convert_splits(
             if isinstance(splits := getattr(self, name), torch.Tensor):
                 setattr(self, name, splits.numpy())
     return tokens_per_expert
+
+
+def _patch_single_rank_groups() -> None:
+    """Omit collectives of the distributed optimizer in groups of one rank, whose input is a view of the output.
+
+    NCCL does nothing in this case. Gloo copies all gradients and all weights, twice each.
+    """
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    gather, reduce_scatter = buffers.dist_all_gather_func, buffers.dist_reduce_scatter_func
+    if hasattr(gather, _IS_PATCHED):
+        return
+
+    def gather_shards(whole: torch.Tensor, shard: torch.Tensor, *, group: ProcessGroup, async_op: bool) -> Any:
+        if group.size() == 1 and not async_op:
+            return None
+        return gather(whole, shard, group=group, async_op=async_op)
+
+    def reduce_shards(shard: torch.Tensor, whole: torch.Tensor, *, op: Any, group: ProcessGroup, async_op: bool) -> Any:
+        if group.size() == 1 and not async_op:
+            return None
+        return reduce_scatter(shard, whole, op=op, group=group, async_op=async_op)
+
+    buffers.dist_all_gather_func, buffers.dist_reduce_scatter_func = _patched(gather_shards), reduce_shards
 
 
 def _patch_uneven_collectives() -> None:

@@ -66,6 +66,23 @@ def test_probe_healthy_engines_agree_with_the_actor(pool: Pool) -> None:
     assert all(0 < difference < BOUND / 100 for difference in differences.values())
 
 
+def test_probe_long_context_is_sampled_as_often_as_ends_the_run(pool: Pool) -> None:
+    sync(pool, OLD, 0)
+    probe = probe_of(pool, 0)
+
+    async def uids() -> list[int]:
+        [responses] = (await probe.sample(1)).values()
+        return sorted(response.uid for response in responses)
+
+    async def body() -> None:
+        patience = config_for(cast(Any, "unused")).actor_rollout_ref.rollout.mismatch_patience
+        assert [await uids() for _ in range(patience)] == [[0, 1, 2, 3, 4]] * patience
+        assert await uids() == [0, 1, 2, 3]
+        assert all(0 < difference < BOUND / 100 for difference in (await probe.measure(1)).values())
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_probe_planted_fault_is_caught_at_the_first_sync(pool: Pool, fault: str) -> None:
     rank = 1 if FAULTS[fault] is keep_old_output_layer else 0  # the folder of worker 1 stores the tied output layer
