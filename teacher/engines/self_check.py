@@ -59,7 +59,7 @@ def check_unchanged(before: ScoredSequence, after: ScoredSequence, tolerance: fl
     """Check that the scores of a sequence are still the same.
 
     Args:
-        before: Scores at the start.
+        before: Earlier scores.
         after: Scores now.
         tolerance: Largest difference of a log-probability, in nats.
 
@@ -71,7 +71,7 @@ def check_unchanged(before: ScoredSequence, after: ScoredSequence, tolerance: fl
         differences = np.where(old == new, 0.0, np.abs(old - new))  # equal infinities have no difference
     if not differences.max() <= tolerance:  # also true for NaN
         raise RuntimeError(
-            f"log-probabilities of the probe differ from those at the start by {differences.max():.3g}, expected at "
+            f"log-probabilities of the probe differ from earlier ones by {differences.max():.3g}, expected at "
             f"most {tolerance:g}"
         )
 

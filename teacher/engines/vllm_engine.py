@@ -7,6 +7,7 @@ Of this package, only this module and `vllm_internals` import vLLM; `vllm_queue`
 - one replaced function (`vllm_setup.keep_file_store_in`);
 - the layout of the KV cache (`vllm_internals.read_kv_cache`);
 - the model's `compute_logits` (`vllm_worker`);
+- the lookup in the prefix cache, and on a CPU the rows of the V1 model runner (`vllm_prompt_rows`);
 - weights and KV cache of the model runner (`vllm_memory`), for `SLEEP_MODE` (`vllm_sleep`);
 - on CUDA, the number of rows of logits that the V2 model runner computes at a time (`vllm_worker`).
 
@@ -14,8 +15,7 @@ Of this package, only this module and `vllm_internals` import vLLM; `vllm_queue`
 the temperature has no effect, requests at other temperatures than 1 are rejected. On CUDA these steps also compile the
 kernels, because vLLM's own warm-up is off with `enforce_eager`. The time limit of a step does not apply to them.
 
-Prefix caching is off: a request for prompt log-probabilities whose rows come from the cache gets uninitialized memory.
-No state except the model therefore outlives a request, and a change of temperature invalidates nothing.
+The prefix cache outlives requests. It depends on the model only: temperature and excluded ids change only logits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from teacher.common.vllm_setup import (
 from teacher.engines.base import EngineConfig
 from teacher.engines.limits import check_sequence
 from teacher.engines.out_of_memory import out_of_memory_explained
-from teacher.engines.self_check import PROBE_TEMPERATURE, check_padding, check_temperature, check_top_k
+from teacher.engines.self_check import PROBE_TEMPERATURE, check_padding, check_temperature, check_top_k, check_unchanged
 from teacher.engines.sizes import ResultMemory, StepSize, describe_memory_shortage
 from teacher.engines.vllm_install import (
     exempt_imports_from_gc,
@@ -55,8 +55,10 @@ from teacher.engines.vllm_internals import (
     limit_logit_rows,
     make_llm_engine,
     plan_engine,
+    read_kv_cache,
 )
 from teacher.engines.vllm_memory import TeacherCalls
+from teacher.engines.vllm_prompt_rows import PROMPT_LEN, share_prompts
 from teacher.engines.vllm_queue import SequenceQueue
 from teacher.engines.vllm_sleep import SleepMode
 from teacher.errors import TeacherError, TeacherRequestError, TeacherSetupError
@@ -66,6 +68,8 @@ logger = logging.getLogger(__name__)
 
 _CHECK_ERRORS = (RuntimeError, AttributeError, TypeError, ValueError, IndexError)
 _PROBE_KEY = -1
+_SHARED_TOLERANCE = 0.25
+"""Largest difference of log-probabilities with and without cached prompt, in nats. It allows rounding in bfloat16."""
 
 
 class VllmEngine:
@@ -110,7 +114,11 @@ class VllmEngine:
         with out_of_memory_explained("start", self._sizes):
             self._engine = make_llm_engine(args)
         self._sizes |= self._engine.collective_rpc(TeacherCalls.count_memory.__name__)[0]
-        self._queue = SequenceQueue(self._engine, _sampling_params(self._k), self._memory)
+        share_prompts(self._engine)
+        if runner != "cuda_v2":
+            self._engine.collective_rpc(TeacherCalls.skip_prompt_rows.__name__)
+        self._shares_prompts = True
+        self._queue = SequenceQueue(self._engine, self._sampling_params, self._memory)
         self._info = ModelInfo(
             model_name=config.model_name or Path(config.ckpt_path).resolve().name,
             vocab_size=vocab_size,
@@ -268,6 +276,7 @@ class VllmEngine:
                 self._check_excluded_ids()
             unscaled = self._score_probe()
             check_top_k(unscaled)
+            self._check_shared_prompt()
         except _CHECK_ERRORS as error:
             raise head_dtype_error(error) or TeacherSetupError(
                 f"vLLM {vllm_version()} failed the start-up check ({type(error).__name__}: {error})",
@@ -285,6 +294,38 @@ class VllmEngine:
                 self._n_ids_error = f"vLLM {vllm_version()} failed the check of excluded ids ({error})"
                 logger.warning("requests of students with a smaller vocabulary will be rejected: %s", self._n_ids_error)
 
+    def _check_shared_prompt(self) -> None:
+        """Score a sequence again, when its prompt is in the prefix cache. If the scores differ, use no cache."""
+        n_prompt = 1 + max(read_kv_cache(self._engine).block_sizes)
+        if n_prompt >= self._info.max_model_len:
+            return  # no sequence shares a block
+        try:
+            before, after = (self._score_probe(n_prompt + 4, n_prompt) for _ in range(2))
+            check_unchanged(before, after, _SHARED_TOLERANCE)
+        except _CHECK_ERRORS as error:
+            self._shares_prompts = False
+            logger.warning(
+                "prompts will be computed for every response, which takes longer: vLLM %s failed the check of its "
+                "prefix cache (%s)",
+                vllm_version(),
+                error,
+            )
+
+    def _sampling_params(self, prompt_len: int) -> Any:
+        """Return vLLM's `SamplingParams` of a request with this number of prompt tokens."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=self._k,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_reading_prefix_cache=not self._shares_prompts,
+            extra_args={PROMPT_LEN: prompt_len},
+        )
+
     def _check_excluded_ids(self) -> None:
         check_padding(self._score_probe_with(LogitSettings(n_ids=self._k)), self._k)
 
@@ -295,9 +336,9 @@ class VllmEngine:
         finally:
             self.set_logits(LogitSettings())
 
-    def _score_probe(self) -> ScoredSequence:
-        n_tokens = min(4, self._info.max_model_len)
-        self.add(_PROBE_KEY, TeacherSequence(np.arange(n_tokens, dtype=np.int32) % self._info.n_tokens, 1))
+    def _score_probe(self, n_tokens: int = 4, prompt_len: int = 1) -> ScoredSequence:
+        n_tokens = min(n_tokens, self._info.max_model_len)
+        self.add(_PROBE_KEY, TeacherSequence(np.arange(n_tokens, dtype=np.int32) % self._info.n_tokens, prompt_len))
         done: list[tuple[int, ScoredSequence | TeacherRequestError]] = []
         while self.has_work() and not done:
             done = self.step()
@@ -305,20 +346,6 @@ class VllmEngine:
         if isinstance(result, TeacherRequestError):
             raise RuntimeError(str(result))
         return result
-
-
-def _sampling_params(k: int) -> Any:
-    """Return vLLM's `SamplingParams` of all requests."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        prompt_logprobs=k,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
 
 
 def _dtypes(model_config: Any, stored: str) -> str:
@@ -330,15 +357,16 @@ def _dtypes(model_config: Any, stored: str) -> str:
 
 
 def _scored(sequence: TeacherSequence, tensors: Any, k: int) -> ScoredSequence:
-    """Return the response rows of vLLM's [N-1, 1+K] tensors.
+    """Return the response rows of vLLM's [N-1, 1+K] tensors, the last ones.
 
-    Row i predicts token i+1. Column 0 is the token of the sequence itself.
+    Column 0 is the token of the sequence itself. Rows of the prompt are not computed. V2 omits those of cached tokens.
     """
-    first, n_tokens = sequence.prompt_len - 1, len(sequence.token_ids)
+    response_T = sequence.token_ids[sequence.prompt_len :]
     logps, ids = tensors.logprobs.numpy(), tensors.logprob_token_ids.numpy()
-    if logps.shape != (n_tokens - 1, 1 + k) or not np.array_equal(ids[:, 0], sequence.token_ids[1:]):
+    first = len(logps) - len(response_T)
+    if first < 0 or logps.shape[1] != 1 + k or not np.array_equal(ids[first:, 0], response_T):
         raise RuntimeError(
-            f"vLLM returned prompt logprobs {logps.shape} that do not belong to the {n_tokens} requested tokens"
+            f"vLLM returned prompt logprobs {logps.shape} that do not belong to the {len(response_T)} response tokens"
         )
     # Copies: a view would keep the prompt's rows in memory, and the wire format needs contiguous arrays.
     return ScoredSequence(

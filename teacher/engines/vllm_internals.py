@@ -18,6 +18,8 @@ from teacher.engines.vllm_memory import TeacherCalls
 from teacher.errors import TeacherSetupError
 
 _CPU_KV_CACHE_MIB = 256
+CPU_BLOCK_TOKENS = 32
+"""Tokens per block of the KV cache, the smallest that vLLM's CPU kernels allow: only full blocks are shared."""
 ASYNC_SCHEDULING = {"auto": None, "on": True, "off": False}
 """``ASYNC_SCHEDULING`` of the service -> vLLM's option. None is True unless vLLM's executor cannot do it."""
 
@@ -119,7 +121,8 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         long_prefill_token_threshold=min(step.max_sequence_tokens, max_model_len + 1),
         long_prefill_token_threshold_adaptive=True,  # at least a fair share, so that steps are full
         enable_chunked_prefill=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=None,  # vLLM's default for the model; see `vllm_prompt_rows`
+        block_size=CPU_BLOCK_TOKENS if on_cpu else None,
         # There is no decode loop that a captured graph would speed up: graphs exist for at most 512 tokens. A step of
         # 8192 tokens computes for longer than its kernels take to launch, so compilation would only delay the start.
         enforce_eager=True,

@@ -1,4 +1,4 @@
-"""Extension of vLLM's worker class for sleep and wake-up. It runs in the process of each tensor-parallel rank."""
+"""Extension of vLLM's worker class for a teacher. It runs in the process of each tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import Any
 from teacher.common.storages import as_bytes, storages_of
 from teacher.common.tensor_checksum import tensor_checksums
 from teacher.common.vllm_worker import KvCacheCalls, LogitsCalls
+from teacher.engines.vllm_prompt_rows import skip_prompt_rows
 
 
 class TeacherCalls(LogitsCalls, KvCacheCalls):
     """Methods for `worker_extension_cls` of a teacher, called through `LLMEngine.collective_rpc`."""
+
+    def skip_prompt_rows(self) -> None:
+        """Compute no logits of prompts. See `vllm_prompt_rows`."""
+        skip_prompt_rows(self.model_runner)
 
     def checksum_weights(self) -> dict[str, int]:
         """Return a checksum of the memory of each parameter and buffer, by name. Shared memory is read once.

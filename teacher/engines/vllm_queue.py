@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from teacher.engines.admission import Admission, Demand
@@ -17,15 +18,15 @@ logger = logging.getLogger(__name__)
 class SequenceQueue:
     """Open sequences of one `LLMEngine`. `Admission` decides when vLLM gets each of them."""
 
-    def __init__(self, engine: Any, params: Any, memory: ResultMemory) -> None:
+    def __init__(self, engine: Any, make_params: Callable[[int], Any], memory: ResultMemory) -> None:
         """Create an empty queue.
 
         Args:
             engine: vLLM's `LLMEngine`.
-            params: vLLM's `SamplingParams` of all requests.
+            make_params: Number of prompt tokens -> vLLM's `SamplingParams` of a request.
             memory: Memory for the results of all admitted sequences.
         """
-        self._engine, self._params, self._memory = engine, params, memory
+        self._engine, self._make_params, self._memory = engine, make_params, memory
         self._kv_cache = read_kv_cache(engine)
         self._admission = Admission(Demand(self._kv_cache.n_blocks, memory.max_bytes))
         self._open: dict[int, TeacherSequence] = {}
@@ -45,7 +46,8 @@ class SequenceQueue:
         while (admitted := self._admission.admit()) is not None:
             key, sequence = admitted
             try:
-                self._engine.add_request(str(key), {"prompt_token_ids": sequence.token_ids.tolist()}, self._params)
+                params = self._make_params(sequence.prompt_len)
+                self._engine.add_request(str(key), {"prompt_token_ids": sequence.token_ids.tolist()}, params)
             except Exception as error:  # of any type: vLLM validates a request before it takes it
                 logger.exception("vLLM rejected a sequence of %d tokens", len(sequence.token_ids))
                 self.discard([key])

@@ -82,6 +82,8 @@ class SleepMode:
         began = time.monotonic()
         if not self._engine.wake_up():
             raise TeacherModelDamaged("vLLM did not restore all memory", remedy=_RESTART)
+        if not self._engine.reset_prefix_cache():
+            raise TeacherModelDamaged("vLLM did not empty its prefix cache after the sleep", remedy=_RESTART)
         self._engine.collective_rpc(TeacherCalls.reset_kv_cache.__name__)
         check_checksums(self._checksums, self._engine.collective_rpc(TeacherCalls.checksum_weights.__name__))
         try:

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from teacher.common.vllm_worker import LogitsCalls
+from teacher.engines import vllm_engine
 from teacher.engines.base import EngineConfig
 from teacher.engines.vllm_engine import VllmEngine
 from teacher.errors import TeacherError
 from teacher.records import LogitSettings, TeacherSequence
 
 VOCAB_SIZE, N_TOKENS = 100, 83
-SMALLEST_KV_LEN = 895  # longest sequence in a KV cache of 1 MiB, with 1 KiB per token
+SMALLEST_KV_LEN = 991  # longest sequence in a KV cache of 1 MiB, with 1 KiB per token
 SMALL: dict[str, Any] = dict(n_logprobs=8, dtype="float32", logits_mib=1, kv_cache_mib=1)
 
 
@@ -32,7 +33,10 @@ def sequences(lengths: list[int]) -> list[TeacherSequence]:
 SHORT = sequences([2, 3, 17, 40, 63])
 DISCARDED = 2
 REFUSED = 4  # index in LONG: vLLM rejects it at its admission, long after it was added
-LONG = sequences([895, 895, 2, 895, 500, 895, 30, 894, 895, 895, 3])
+LONG = sequences([991, 991, 2, 991, 500, 991, 30, 990, 991, 991, 3])
+PROMPT = sequences([70])[0].token_ids
+SHARED = [TeacherSequence(np.append(PROMPT, each.token_ids).astype(np.int32), len(PROMPT)) for each in SHORT]
+SHARED.append(SHARED[-1])  # also its response is in the cache
 PADDED = TeacherSequence(np.array([1, N_TOKENS], np.int32), 1)
 N_FEW = 70
 FEW = [TeacherSequence(each.token_ids % N_FEW, each.prompt_len) for each in SHORT[:REFUSED]]
@@ -73,6 +77,38 @@ def score(engine: VllmEngine, added: list[TeacherSequence]) -> dict[str, Any]:
                 found |= {f"{key}/{name}": array for name, array in vars(result).items()}
     scheduler._preempt_request = preempt
     return found | {"preemptions": n_preempted}
+
+
+def score_counting(engine: VllmEngine, added: list[TeacherSequence]) -> dict[str, Any]:
+    """Score sequences. Return also the rows of logits, and the tokens that the model computed."""
+    counts = {"rows": 0, "tokens": 0}
+
+    def count(model: Any) -> None:
+        compute_logits, forward = model.compute_logits, model.forward
+
+        def counting(hidden_TH: Any, *args: Any, **named: Any) -> Any:
+            counts["rows"] += len(hidden_TH)
+            return compute_logits(hidden_TH, *args, **named)
+
+        def forward_counting(*args: Any, **named: Any) -> Any:
+            counts["tokens"] += len(named["positions"])
+            return forward(*args, **named)
+
+        model.compute_logits, model.forward = counting, forward_counting
+
+    engine._engine.apply_model(count)
+    return score(engine, added) | counts
+
+
+def fail_check_of_shared_prompt(engine: VllmEngine) -> None:
+    check = vllm_engine.check_unchanged
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("other scores")
+
+    vars(vllm_engine)["check_unchanged"] = fail
+    engine._check_shared_prompt()
+    vars(vllm_engine)["check_unchanged"] = check
 
 
 def head_precision(engine: VllmEngine) -> dict[str, Any]:
@@ -176,6 +212,10 @@ def main(model: str, out: str) -> None:
     found["padding/error"] = refusal(lambda: whole.check(PADDED, LogitSettings()))
     found["result/error"] = refusal(lambda: whole.check(TOO_LARGE, LogitSettings()))
     found["n_tokens"] = whole.info.n_tokens
+    whole.set_logits(LogitSettings())
+    save("shared", score_counting(whole, SHARED))
+    fail_check_of_shared_prompt(whole)
+    save("unshared", score_counting(whole, SHARED))
     whole.set_logits(LogitSettings())
     save("woken", sleep_and_wake(whole))
     smallest = VllmEngine(EngineConfig(model, **SMALL, max_model_len=SMALLEST_KV_LEN))

@@ -19,6 +19,7 @@ from recipe_gkd.commands.gpu_smoke.teacher_checks import score_errors
 from recipe_gkd.commands.gpu_smoke.tiny_models import read_model
 from teacher.engines.admission import Admission, Demand
 from teacher.engines.sizes import ResultMemory
+from teacher.engines.vllm_internals import CPU_BLOCK_TOKENS
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.qwen2 import random_qwen2, save_word_tokenizer
 from tests._support.teacher_service import REPO
@@ -29,7 +30,9 @@ from tests.integration.teacher.engine_script import (
     LONG,
     N_FEW,
     N_TOKENS,
+    PROMPT,
     REFUSED,
+    SHARED,
     SHORT,
     TOO_LARGE,
     VOCAB_SIZE,
@@ -106,6 +109,27 @@ def test_engine_padded_output_layer_agrees_with_transformers_without_padding(
         assert scored[f"at {temperature:g}/{key}/topk_ids_TK"].shape[1] == N_TOKENS
 
 
+def test_engine_shared_prompts_are_computed_once_and_have_no_logits(
+    response_logits: Logits, scored: dict[str, Any]
+) -> None:
+    kept = [SHARED[key] for key in set(range(len(SHARED))) - {DISCARDED}]
+    for key in set(range(len(SHARED))) - {DISCARDED}:
+        tokens_TV = response_logits(SHARED[key])[:, :N_TOKENS]
+        assert_scores(scored, f"shared/{key}", SHARED[key], tokens_TV - log_mass(tokens_TV))
+    n_response = sum(len(each.token_ids) - each.prompt_len for each in kept)
+    assert scored["shared/rows"] == n_response + len(kept)  # vLLM computes the row of the next token too
+    n_shared = len(PROMPT) // CPU_BLOCK_TOKENS * CPU_BLOCK_TOKENS  # full blocks
+    assert scored["shared/tokens"] == sum(len(each.token_ids) for each in kept) - n_shared * (len(kept) - 1)
+
+
+def test_engine_shared_prompts_are_computed_each_time_after_a_failed_check(scored: dict[str, Any]) -> None:
+    kept = [SHARED[key] for key in set(range(len(SHARED))) - {DISCARDED}]
+    assert scored["unshared/tokens"] == sum(len(each.token_ids) for each in kept)
+    for key in set(range(len(SHARED))) - {DISCARDED}:
+        name = f"{key}/sampled_logps_T"
+        np.testing.assert_allclose(scored[f"unshared/{name}"], scored[f"shared/{name}"], atol=1e-5)
+
+
 def test_engine_padding_ids_are_rejected(scored: dict[str, Any]) -> None:
     assert scored["n_tokens"] == N_TOKENS
     padding, k = error_of(scored, "padding/error"), error_of(scored, "k/error")
@@ -148,7 +172,7 @@ def test_engine_discarded_sequence_has_no_result(scored: dict[str, Any]) -> None
 def test_engine_too_small_kv_cache_raises_at_start(scored: dict[str, Any]) -> None:
     refused = error_of(scored, "kv cache/error")
     assert refused["type"] == "TeacherSetupError" and "KV_CACHE_MIB" in refused["options"]
-    assert "MAX_MODEL_LEN to 895 or less" in refused["remedy"], "the number is read from vLLM's text"
+    assert "MAX_MODEL_LEN to 991 or less" in refused["remedy"], "the number is read from vLLM's text"
 
 
 def test_engine_too_large_result_is_rejected_with_the_options(scored: dict[str, Any]) -> None:
