@@ -40,7 +40,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -169,10 +170,18 @@ def _run(command: list[str], env: dict[str, str]) -> None:
 
 
 def run_trl(job: Job, folder: Path, steps: int, python: Path) -> Measurement:
-    """Train with TRL in its environment."""
-    files = {"student": "student", "teacher": "teacher", "data": "train.parquet", "result": "trl.json"}
+    """Train a job with TRL in its environment."""
+    files = {"student": "student", "teacher": "teacher", "data": "train.parquet"}
     settings: dict[str, Any] = {name: str(folder / file) for name, file in files.items()}
-    settings |= {"responses": job.responses, "response_tokens": job.response_tokens, "steps": steps, "lr": LR}
+    settings |= {"responses": job.responses, "response_tokens": job.response_tokens, "lr": LR, "adam_beta2": 0.98}
+    return train_trl(settings, folder, steps, python)
+
+
+def train_trl(
+    settings: dict[str, Any], folder: Path, steps: int, python: Path, *, warm_up: int = WARM_UP_STEPS
+) -> Measurement:
+    """Run ``vs_trl_job.py`` with these settings, which it describes. ``folder`` gets its files."""
+    settings = settings | {"steps": steps, "result": str(folder / "trl.json")}
     (folder / "job.json").write_text(json.dumps(settings), encoding="utf-8")
     with (folder / "trl.log").open("w", encoding="utf-8") as output:
         code = subprocess.run(
@@ -186,7 +195,7 @@ def run_trl(job: Job, folder: Path, steps: int, python: Path) -> Measurement:
     if code:
         raise RuntimeError(f"TRL ended with status {code}:\n{_end_of(folder / 'trl.log')}")
     found = json.loads((folder / "trl.json").read_text(encoding="utf-8"))
-    wall_s, cpu_s, busy = (found[name][WARM_UP_STEPS - 1 :] for name in ("wall_s", "cpu_s", "busy_s"))
+    wall_s, cpu_s, busy = (found[name][warm_up - 1 :] for name in ("wall_s", "cpu_s", "busy_s"))
     return Measurement(
         step_s=[after - before for before, after in itertools.pairwise(wall_s)],
         cpu_s={"trl": (cpu_s[-1] - cpu_s[0]) / (len(cpu_s) - 1)},
@@ -197,19 +206,27 @@ def run_trl(job: Job, folder: Path, steps: int, python: Path) -> Measurement:
 
 
 def run_ours(job: Job, folder: Path, steps: int) -> Measurement:
-    """Train with this project: teacher service, Ray, vLLM and Megatron."""
-    ports = {"PROXY_FRONTEND_PORT": str(free_port()), "PROXY_BACKEND_PORT": str(free_port())}
-    service = {
-        "CKPT_PATH": str(folder / "teacher"), "RUN_DIR": str(folder / "service"), "N_LOGPROBS": str(TOP_K),
-        "DTYPE": "float32", "MAX_MODEL_LEN": str(PROMPT_TOKENS + job.response_tokens), "HTTP_PORT": "-1",
+    """Train a job with this project: teacher service, Ray, vLLM and Megatron."""
+    env = {"QUICKSTART_DIR": str(folder)}
+    limits = {"N_LOGPROBS": str(TOP_K), "MAX_MODEL_LEN": str(PROMPT_TOKENS + job.response_tokens)}
+    with teacher_service(folder / "teacher", folder / "service", limits) as port:
+        arguments = ["--config-name", "quickstart", *overrides(job, folder, steps, port)]
+        return train_ours(arguments, folder, steps, env)
+
+
+@contextmanager
+def teacher_service(teacher: Path, run_dir: Path, limits: dict[str, str]) -> Iterator[str]:
+    """Run a teacher service in float32 during the context, and yield its port."""
+    env = {
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "CKPT_PATH": str(teacher),
+        "RUN_DIR": str(run_dir), "DTYPE": "float32", "HTTP_PORT": "-1", **limits,
+        "PROXY_FRONTEND_PORT": str(free_port()), "PROXY_BACKEND_PORT": str(free_port()),
     }  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "QUICKSTART_DIR": str(folder)}
-    service_env = {**env, **ports, **service}
-    _script("start_server.sh", service_env)
+    _script("start_server.sh", env)
     try:
-        return _train_ours(job, folder, steps, env, ports["PROXY_FRONTEND_PORT"])
+        yield env["PROXY_FRONTEND_PORT"]
     finally:
-        _script("stop_server.sh", service_env)
+        _script("stop_server.sh", env)
 
 
 def _script(name: str, env: dict[str, str]) -> None:
@@ -242,11 +259,14 @@ def overrides(job: Job, folder: Path, steps: int, port: str) -> list[str]:
     ]
 
 
-def _train_ours(job: Job, folder: Path, steps: int, env: dict[str, str], port: str) -> Measurement:
+def train_ours(
+    arguments: list[str], folder: Path, steps: int, env: dict[str, str], *, warm_up: int = WARM_UP_STEPS
+) -> Measurement:
+    """Run the training command, whose run folder is ``folder/ours`` and whose teacher is in ``folder/service``."""
     metrics = folder / "ours" / "metrics.jsonl"
     shutil.rmtree(metrics.parent, ignore_errors=True)
-    command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-name", "quickstart"]
-    command += overrides(job, folder, steps, port)
+    command = [sys.executable, "-m", "recipe_gkd.main_gkd", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     with (folder / "ours.log").open("w", encoding="utf-8") as output:
         driver = subprocess.Popen(command, env=env, cwd=REPO, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -262,7 +282,7 @@ def _train_ours(job: Job, folder: Path, steps: int, env: dict[str, str], port: s
                 time.sleep(_POLL_S)
             return Snapshot(steps=done, wall_s=time.monotonic(), busy_s=busy_s(), cpu_s=cpu_seconds(roots))
 
-        before = wait_for(WARM_UP_STEPS, START_TIMEOUT_S)
+        before = wait_for(warm_up, START_TIMEOUT_S)
         after = wait_for(steps, steps * STEP_TIMEOUT_S)
         driver.wait(timeout=START_TIMEOUT_S)
     finally:
@@ -271,13 +291,13 @@ def _train_ours(job: Job, folder: Path, steps: int, env: dict[str, str], port: s
             driver.wait(timeout=60.0)
     if driver.returncode:
         raise RuntimeError(f"the training ended with {driver.returncode}:\n{_end_of(folder / 'ours.log')}")
-    return _measurement(metrics, steps, before, after)
+    return _measurement(metrics, slice(warm_up, steps), before, after)
 
 
-def _measurement(metrics: Path, steps: int, before: Snapshot, after: Snapshot) -> Measurement:
+def _measurement(metrics: Path, measured: slice, before: Snapshot, after: Snapshot) -> Measurement:
     cpu_s = {group: seconds - before.cpu_s.get(group, 0.0) for group, seconds in after.cpu_s.items()}
     foreign_s = after.busy_s - before.busy_s - sum(cpu_s.values())
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()][WARM_UP_STEPS:steps]
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()][measured]
     names = sorted(name for name in rows[-1] if name.startswith("timing/"))
     return Measurement(
         step_s=[row["timing/step"] for row in rows],
@@ -333,12 +353,12 @@ def _group(path: list[int]) -> str:
     return "other"
 
 
-def report(name: str, job: Job, found: dict[str, list[Measurement]]) -> dict[str, Any]:
-    """Print the table of a job. Return its figures."""
+def report(heading: str, target: float, found: dict[str, list[Measurement]]) -> dict[str, Any]:
+    """Print the table of a job with this target. Return its figures."""
     step_s = {side: statistics.median(statistics.median(m.step_s) for m in runs) for side, runs in found.items()}
     mean_s = {side: statistics.mean(t for m in runs for t in m.step_s) for side, runs in found.items()}
     ratio, mean_ratio = (times["trl"] / times["ours"] for times in (step_s, mean_s))
-    print(f"\n{name}: {job.responses} responses x {job.response_tokens} tokens, {os.cpu_count()} CPUs")
+    print(f"\n{heading}, {os.cpu_count()} CPUs")
     print("side  s/step    mean  (rounds)              tokens  foreign  cpu s  by group")
     for side, runs in found.items():
         rounds = " ".join(f"{statistics.median(m.step_s):.3f}" for m in runs)
@@ -347,9 +367,9 @@ def report(name: str, job: Job, found: dict[str, list[Measurement]]) -> dict[str
         means = [statistics.mean(getattr(m, name) for m in runs) for name in ("mean_length", "foreign_cpus")]
         columns = f"{step_s[side]:6.3f}  {mean_s[side]:6.3f}  {rounds:20}  {means[0]:6.1f}  {means[1]:7.2f}"
         print(f"{side:4}  {columns}  {sum(groups.values()):5.2f}  {parts}")
-    print(f"TRL / ours: {ratio:.2f} (target {job.target}), means: {mean_ratio:.2f}")
+    print(f"TRL / ours: {ratio:.2f} (target {target}), means: {mean_ratio:.2f}")
     return {
-        "step_s": step_s, "ratio": ratio, "target": job.target, "mean_s": mean_s,
+        "step_s": step_s, "ratio": ratio, "target": target, "mean_s": mean_s,
         "rounds": {side: [asdict(m) for m in runs] for side, runs in found.items()},
     }  # fmt: skip
 
@@ -386,7 +406,8 @@ def main() -> int:
                 for side, run in sides.items():
                     found[side].append(run())
                     print(f"{name} {side}: {statistics.median(found[side][-1].step_s):.3f} s/step", file=sys.stderr)
-        results[name] = report(name, job, found)
+        heading = f"{name}: {job.responses} responses x {job.response_tokens} tokens"
+        results[name] = report(heading, job.target, found)
     if arguments.json:
         arguments.json.write_text(json.dumps({"requirements": REQUIREMENTS, "jobs": results}, indent=2) + "\n")
     return 0

@@ -2,9 +2,11 @@
 
     python vs_trl_job.py JOB.json
 
-This module imports nothing from the repository, because the command runs in TRL's own environment. JOB.json names the
-folders, the sizes and the file for the result. The result has the wall clock and the CPU time of the process after each
-optimizer step, and the mean length of the responses.
+This module imports nothing from the repository, because the command runs in TRL's own environment. JOB.json has the
+folders ``student`` and ``teacher``, the file ``data`` (parquet or jsonl), the file for the ``result``, ``responses``
+(per step), ``response_tokens``, ``steps``, ``lr`` and ``adam_beta2``, and optionally ``save``, a folder for the trained
+student. The result has the wall clock and the CPU time of the process after each optimizer step, and the mean length
+of the responses.
 """
 
 from __future__ import annotations
@@ -166,7 +168,7 @@ def settings(job: dict[str, Any]) -> Any:
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
         weight_decay=0.0,
-        adam_beta2=0.98,
+        adam_beta2=job["adam_beta2"],
         logging_steps=1,  # the other side writes metrics of each step too
         save_strategy="no",
         report_to="none",
@@ -183,16 +185,19 @@ def main(path: str) -> int:
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(job[name], dtype=torch.float32) for name in ("student", "teacher")
     )
+    file_format = "parquet" if job["data"].endswith(".parquet") else "json"
     clock = Clock()
     trainer = DistillationTrainer(
         model=student,
         teacher_model=teacher,
         args=settings(job),
-        train_dataset=load_dataset("parquet", data_files=job["data"], split="train"),
+        train_dataset=load_dataset(file_format, data_files=job["data"], split="train").select_columns("prompt"),
         processing_class=AutoTokenizer.from_pretrained(job["student"], padding_side="left"),
         callbacks=[clock],
     )
     trainer.train()
+    if "save" in job:
+        trainer.save_model(job["save"])
     lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
     found = {
         "wall_s": clock.wall_s,
