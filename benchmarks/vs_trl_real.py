@@ -73,7 +73,7 @@ def run_ours(models: Path, folder: Path, steps: int) -> Measurement:
         return train_ours(arguments, folder, steps - 1, {"EXAMPLE_DIR": str(models)}, warm_up=WARM_UP_STEPS)
 
 
-def answers_of(models: Path, students: dict[str, Path], folder: Path) -> dict[str, list[dict[str, Any]]]:
+def generate_answers(models: Path, students: dict[str, Path], folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the greedy responses of the teacher and of each student to held-out prompts."""
     out = folder / "answers.jsonl"
     folders = {"teacher": models / "teacher", **students}
@@ -88,7 +88,7 @@ def answers_of(models: Path, students: dict[str, Path], folder: Path) -> dict[st
 
 def scores_of(models: Path, students: dict[str, Path], folder: Path) -> dict[str, dict[str, float]]:
     """Return the exact scores of each student; see ``curve_scores.py``."""
-    answers = answers_of(models, students, folder)
+    answers = generate_answers(models, students, folder)
     teacher = folder / "teacher.jsonl"
     teacher.write_text("".join(json.dumps(record) + "\n" for record in answers["teacher"]), encoding="utf-8")
     scores = {}

@@ -126,7 +126,7 @@ def curves_of(folder: Path) -> dict[str, Any]:
         if step:
             pauses = record.get("timing/validate", 0.0) + record.get("timing/save_checkpoint", 0.0)
             seconds += record["timing/step"] - pauses
-            tokens += round(record["response_seq_len/average"] * record["training/samples"])
+            tokens += round(record["actor/n_tokens"])
             for key, value in (("loss", record["actor/loss"]), ("seconds", seconds), ("tokens", tokens)):
                 training[key].append(round(value, 4))
         if f"val/{SOURCE}/kl" in record:

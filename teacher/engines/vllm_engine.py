@@ -93,13 +93,7 @@ class VllmEngine:
         with exempt_imports_from_gc():
             tokenizer = load_tokenizer(config.ckpt_path)
         n_tokens = count_tokens(tokenizer, vocab_size)
-        if not 1 <= config.n_logprobs <= n_tokens:
-            raise TeacherSetupError(
-                f"N_LOGPROBS must be 1 to the model's vocabulary size {n_tokens} (tokens, without padding), got "
-                f"{config.n_logprobs}",
-                options=("N_LOGPROBS",),
-            )
-
+        _check_n_logprobs(config.n_logprobs, n_tokens)
         with exempt_imports_from_gc():
             from vllm import __version__
 
@@ -108,16 +102,13 @@ class VllmEngine:
         self._store = _keep_store_in_own_folder()
         self._k, self._tp_size = config.n_logprobs, config.tp_size
         self._logits = LogitSettings()
-        self._temperature_error = self._n_ids_error = ""
+        self._temperature_error, self._n_ids_error, self._shares_prompts = "", "", True
         self._memory = ResultMemory(self._k, 8 if runner == "cuda_v2" else 4, config.max_result_mib * MIB)
         self._sizes = {"logits of a step": config.logits_mib * MIB, "results": config.max_result_mib * MIB}
         with out_of_memory_explained("start", self._sizes):
             self._engine = make_llm_engine(args)
         self._sizes |= self._engine.collective_rpc(TeacherCalls.count_memory.__name__)[0]
         share_prompts(self._engine)
-        if runner != "cuda_v2":
-            self._engine.collective_rpc(TeacherCalls.skip_prompt_rows.__name__)
-        self._shares_prompts = True
         self._queue = SequenceQueue(self._engine, self._sampling_params, self._memory)
         self._info = ModelInfo(
             model_name=config.model_name or Path(config.ckpt_path).resolve().name,
@@ -134,11 +125,12 @@ class VllmEngine:
         if runner == "cuda_v2":
             limit_logit_rows(self._engine, step)
             self._check_device_memory(config, step)
+        else:
+            self._engine.collective_rpc(TeacherCalls.skip_prompt_rows.__name__)
         if config.dtype == "auto" and checkpoint.dtype == "float32":
             served = str(self._engine.model_config.dtype).removeprefix("torch.")
             logger.warning("DTYPE=auto serves the float32 checkpoint in %s; DTYPE=float32 keeps float32", served)
-        if __version__.partition("+")[0] != TESTED_VLLM:
-            logger.warning("vLLM %s is installed, this engine was tested with %s", __version__, TESTED_VLLM)
+        _warn_of_other_version(__version__)
         with out_of_memory_explained("start", self._sizes):
             self._self_check()
             score_probe = functools.partial(self._score_probe_with, LogitSettings())
@@ -346,6 +338,20 @@ class VllmEngine:
         if isinstance(result, TeacherRequestError):
             raise RuntimeError(str(result))
         return result
+
+
+def _check_n_logprobs(n_logprobs: int, n_tokens: int) -> None:
+    if not 1 <= n_logprobs <= n_tokens:
+        raise TeacherSetupError(
+            f"N_LOGPROBS must be 1 to the model's vocabulary size {n_tokens} (tokens, without padding), got "
+            f"{n_logprobs}",
+            options=("N_LOGPROBS",),
+        )
+
+
+def _warn_of_other_version(version: str) -> None:
+    if version.partition("+")[0] != TESTED_VLLM:
+        logger.warning("vLLM %s is installed, this engine was tested with %s", version, TESTED_VLLM)
 
 
 def _dtypes(model_config: Any, stored: str) -> str:

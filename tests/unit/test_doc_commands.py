@@ -99,6 +99,7 @@ def check_pip(_: list[str], words: list[str]) -> None:
     setup = configparser.ConfigParser()
     setup.read(REPO / "setup.cfg")
     constraints = [words[i + 1] for i, word in enumerate(words) if word == "-c"]
+    constraints += [words[i + 1] for i, word in enumerate(words) if word == "-r"]
     assert all((REPO / name).is_file() for name in constraints)
     extras = [name for word in words for name in re.findall(r"\[([\w,-]+)\]", word)]
     assert {name for group in extras for name in group.split(",")} <= set(setup["options.extras_require"])
@@ -118,9 +119,8 @@ RULES: dict[str, tuple[str, Callable[[list[str], list[str]], None]]] = {
     "teacher": (r"\S*python3? -m teacher ", check_teacher),
     "keys": (r"\S*python3? -m recipe_gkd\.config", nothing),
     "script": (r"(?:bash |sbatch )?(?=(?:launch|teacher)/\w+\.(?:sh|sbatch))", check_script),
-    "pip": (r"pip install ", check_pip),
-    "models": (r"\S*python3? -m recipe_gkd\.quickstart\.prepare ", nothing),
-    "file": (r"\S*python3? (?=benchmarks/|docs/examples/)", check_file),
+    "pip": (r"(?:python -m )?pip install ", check_pip),
+    "file": (r"\S*python3? (?=benchmarks/|docs/examples/|examples/)", check_file),
     "fuzz": (r"\S*python3? -m (?=pytest tests/fuzz |tests\.fuzz )", check_fuzz),
     "system": (
         r"(?:python3\.\d+ -m venv|source|export|ray|scp|cp|install|systemctl|kubectl|docker|pre-commit|mv|'\(sed') ",
