@@ -82,7 +82,7 @@ class Check:
         return None
 
 
-_transport = partial(Check, cpu_deadline_s=60.0)
+_transport = partial(Check, cpu_deadline_s=300.0)
 _rollout = partial(Check, packages=("vllm",), deadline_s=600.0, cpu_deadline_s=240.0, environment="rollout")
 _training = partial(Check, packages=("vllm", "ray"), deadline_s=1200.0, cpu_deadline_s=300.0, environment="plain")
 

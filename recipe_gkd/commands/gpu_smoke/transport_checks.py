@@ -20,7 +20,7 @@ from recipe_gkd.weight_sync.sender import send_weights
 from recipe_gkd.weight_sync.store import join_store, open_store
 from recipe_gkd.weight_sync.transport_factory import open_transport
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 120.0
 _VERSIONS = (1, 2, 3, 4)
 _LABELS = ("the sender", "the receiver")
 _ELEMENTS = {"cpu": 20_000, "cuda": 1 << 20}

@@ -176,6 +176,7 @@ def test_engine_without_temperature_scores_at_1_only(fault: str, monkeypatch: py
 
     monkeypatch.setattr(VllmEngine, "set_logits", set_logits)
     monkeypatch.setattr(VllmEngine, "_score_probe", score_probe)
+    monkeypatch.setattr(VllmEngine, "_check_shared_prompt", lambda _: None)
     engine = VllmEngine.__new__(VllmEngine)
     engine._info, engine._logits, engine._temperature_error, engine._n_ids_error = INFO, LogitSettings(), "", ""
     engine._k, engine._memory = INFO.n_logprobs, ResultMemory(INFO.n_logprobs, id_bytes=4, max_bytes=2**20)
