@@ -48,15 +48,12 @@ from pathlib import Path
 from typing import Any
 
 from teacher_processes import REPO, free_port
+from trl_environment import ENVIRONMENT, REQUIREMENTS, SkippedError, environment_python
 from vs_trl_job import JOBS, PROMPT_TOKENS, Job, busy_s, prepare
 
-REQUIREMENTS = ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0"]
-TORCH = "2.13.0"
-ENVIRONMENT = Path.home() / ".cache" / "recipe_gkd" / "vs_trl"
 WARM_UP_STEPS = 5
 TOP_K = 16
 LR = 1e-4
-INSTALL_TIMEOUT_S = 900.0
 START_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 60.0
 _POLL_S = 0.05
@@ -70,10 +67,6 @@ _GROUPS = {
     "teacher proxy": "teacher proxy",
 }
 """Part of a command line -> group of the process. Its descendants belong to the same group, if they have none."""
-
-
-class SkippedError(Exception):
-    """TRL could not be installed. The message is the reason."""
 
 
 @dataclass(kw_only=True)
@@ -110,63 +103,6 @@ class Snapshot:
     wall_s: float
     busy_s: float
     cpu_s: dict[str, float]
-
-
-def environment_python(folder: Path) -> Path:
-    """Return the interpreter of an environment with TRL. Create the environment if it does not exist.
-
-    Raises:
-        SkippedError: It could not be created.
-    """
-    python, stamp = folder / "bin" / "python", folder / ".installed"
-    wanted = "\n".join([f"torch=={TORCH}", *REQUIREMENTS])
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
-        return python
-    beside = Path(sys.executable).with_name("uv")  # installed there by launch/setup.sh
-    uv = str(beside) if beside.is_file() else shutil.which("uv")
-    if uv is None:
-        raise SkippedError("uv was not found; run bash launch/setup.sh, or install uv")
-    env = {**_pip_settings(), **os.environ}
-    install = [uv, "pip", "install", "-q", "--python", str(python)]
-    _run([uv, "venv", "-q", "--clear", "--python", sys.executable, str(folder)], env)
-    try:
-        _run([*install, f"torch=={TORCH}+cpu", "numpy"], env)
-    except SkippedError:
-        _run([*install, f"torch=={TORCH}", "numpy", "--default-index", "https://download.pytorch.org/whl/cpu"], env)
-    _run([*install, *REQUIREMENTS], env)
-    _run([str(python), "-c", "from trl import DistillationTrainer"], env)
-    stamp.write_text(wanted, encoding="utf-8")
-    return python
-
-
-def _pip_settings() -> dict[str, str]:
-    """Return uv's variables with the indexes of pip's configuration, which uv does not read."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, timeout=60, check=False
-    ).stdout
-    values: dict[str, str] = {}
-    for line in sorted(listed.splitlines(), key=lambda line: line.startswith(":env:")):  # variables precede files
-        name, _, value = line.partition("=")
-        values[name.rpartition(".")[2]] = value.strip("'").replace("\\n", " ")
-    names = {
-        "index-url": "UV_DEFAULT_INDEX",
-        "extra-index-url": "UV_INDEX",
-        "find-links": "UV_FIND_LINKS",
-        "cert": "SSL_CERT_FILE",
-    }
-    found = {variable: values[name] for name, variable in names.items() if values.get(name)}
-    if "UV_FIND_LINKS" in found:
-        found["UV_FIND_LINKS"] = ",".join(found["UV_FIND_LINKS"].split())
-    return {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_HTTP_TIMEOUT": "180", **found}
-
-
-def _run(command: list[str], env: dict[str, str]) -> None:
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SkippedError(f"{' '.join(command[:3])}: {error}") from error
-    if done.returncode:
-        raise SkippedError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
 
 
 def run_trl(job: Job, folder: Path, steps: int, python: Path) -> Measurement:
@@ -374,17 +310,23 @@ def report(heading: str, target: float, found: dict[str, list[Measurement]]) -> 
     }  # fmt: skip
 
 
+def parse_arguments(parser: argparse.ArgumentParser, *, steps: int, warm_up: int, min_steps: int) -> argparse.Namespace:
+    """Add the options of both comparisons with TRL, and return the arguments of the command."""
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
+    parser.add_argument("--steps", type=int, default=steps, help=f"steps of a run, the first {warm_up} unmeasured")
+    parser.add_argument("--env", type=Path, default=ENVIRONMENT, help="folder of TRL's environment")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.steps < min_steps:
+        parser.error(f"expected --rounds of at least 1 and --steps of at least {min_steps}")
+    return arguments
+
+
 def main() -> int:
     """Run the command. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", choices=JOBS, action="append", help="repeatable; default: all")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
-    parser.add_argument("--steps", type=int, default=30, help=f"steps of a run, the first {WARM_UP_STEPS} unmeasured")
-    parser.add_argument("--env", type=Path, default=ENVIRONMENT, help="folder of TRL's environment")
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    arguments = parser.parse_args()
-    if arguments.rounds < 1 or arguments.steps <= WARM_UP_STEPS + 1:
-        parser.error(f"expected --rounds of at least 1 and --steps of at least {WARM_UP_STEPS + 2}")
+    arguments = parse_arguments(parser, steps=30, warm_up=WARM_UP_STEPS, min_steps=WARM_UP_STEPS + 2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `finally` then stops the teacher service
     try:
         python = environment_python(arguments.env.expanduser().absolute())

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -26,17 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from teacher_processes import REPO
-from vs_trl import (
-    ENVIRONMENT,
-    REQUIREMENTS,
-    Measurement,
-    SkippedError,
-    environment_python,
-    report,
-    teacher_service,
-    train_ours,
-    train_trl,
-)
+from trl_environment import REQUIREMENTS, SkippedError, environment_python
+from vs_trl import Measurement, parse_arguments, report, teacher_service, train_ours, train_trl
 
 RESPONSES, RESPONSE_TOKENS, TOP_K, N_PROMPTS, N_HELD_OUT = 16, 48, 64, 384, 64
 LR = 5e-5
@@ -107,13 +97,7 @@ def main() -> int:
     """Run the command. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=REPO / "outputs/smollm2", help="folder of the example")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
-    parser.add_argument("--steps", type=int, default=8, help=f"steps of a run, the first {WARM_UP_STEPS} unmeasured")
-    parser.add_argument("--env", type=Path, default=ENVIRONMENT, help="folder of TRL's environment")
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    arguments = parser.parse_args()
-    if arguments.rounds < 1 or arguments.steps <= WARM_UP_STEPS + 2:
-        parser.error(f"expected --rounds of at least 1 and --steps of at least {WARM_UP_STEPS + 3}")
+    arguments = parse_arguments(parser, steps=8, warm_up=WARM_UP_STEPS, min_steps=WARM_UP_STEPS + 3)
     models: Path = arguments.models.resolve()
     if not (models / "student").is_dir() or not (models / "val.jsonl").is_file():
         parser.error(f"{models} has no models and data; run launch/example_smollm2.sh, or set --models")
@@ -152,5 +136,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTHONPATH", str(REPO))
     sys.exit(main())

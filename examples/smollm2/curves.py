@@ -75,7 +75,11 @@ def prepare(models: Path, folder: Path) -> tuple[Path, Path]:
         for record in sampled
         if record["response"].strip()
     ][:N_PROMPTS]
-    assert len(rows) == N_PROMPTS, f"the teacher answered {len(rows)} prompts, expected {N_PROMPTS}"
+    if len(rows) < N_PROMPTS:
+        raise SystemExit(
+            f"error: {models}/train.jsonl has {len(rows)} prompts that the teacher answered, expected "
+            f"{N_PROMPTS}; run examples/smollm2/data.py again"
+        )
     train.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     greedy = folder / "teacher_answers.jsonl"
     generate(models, models / "val.jsonl", greedy, "data.val_max_samples=64", "data.max_response_length=48")

@@ -125,7 +125,7 @@ class VllmEngine:
         if runner == "cuda_v2":
             limit_logit_rows(self._engine, step)
             self._check_device_memory(config, step)
-        else:
+        if runner == "cpu":  # V1 on a GPU may still read the positions that this moves
             self._engine.collective_rpc(TeacherCalls.skip_prompt_rows.__name__)
         if config.dtype == "auto" and checkpoint.dtype == "float32":
             served = str(self._engine.model_config.dtype).removeprefix("torch.")
@@ -292,9 +292,10 @@ class VllmEngine:
         if n_prompt >= self._info.max_model_len:
             return  # no sequence shares a block
         try:
-            before, after = (self._score_probe(n_prompt + 4, n_prompt) for _ in range(2))
+            self.check(TeacherSequence(np.zeros(n_prompt + 1, np.int32), n_prompt), self._logits)
+            before, after = (self._score_probe(n_prompt + 1, n_prompt) for _ in range(2))
             check_unchanged(before, after, _SHARED_TOLERANCE)
-        except _CHECK_ERRORS as error:
+        except (TeacherRequestError, *_CHECK_ERRORS) as error:
             self._shares_prompts = False
             logger.warning(
                 "prompts will be computed for every response, which takes longer: vLLM %s failed the check of its "

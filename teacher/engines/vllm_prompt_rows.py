@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from teacher.common.vllm_setup import TESTED_VLLM
 from teacher.engines.vllm_install import vllm_version
 from teacher.errors import TeacherSetupError
 
@@ -37,7 +38,7 @@ def share_prompts(engine: Any) -> None:
         find: Callable[[Any, int], Any] = coordinator.find_longest_cache_hit
     except AttributeError as error:
         raise TeacherSetupError(
-            f"vLLM {vllm_version()} does not fit ({error})", remedy="install the tested one"
+            f"vLLM {vllm_version()} does not fit ({error})", remedy=f"install vLLM {TESTED_VLLM}"
         ) from error
 
     def limited_lookup(request: Any) -> Any:
@@ -54,7 +55,8 @@ def share_prompts(engine: Any) -> None:
 def skip_prompt_rows(runner: Any) -> None:
     """Let vLLM's V1 model runner compute no logits for tokens before the last one of a prompt.
 
-    Its method reads the range of a step's tokens of each request from three places, whose start is moved here.
+    Its method reads the range of a step's tokens of each request from three places, whose start is moved during the
+    call. On a GPU a copy of one of them to the device could still be in progress, so this is for CPUs only.
 
     Raises:
         RuntimeError: The runner has no such method.

@@ -1,11 +1,16 @@
-"""Redirection of CUDA devices to the CPU."""
+"""Redirection of CUDA devices to the CPU, and what a CPU need not do."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from recipe_gkd.actor.megatron.patches import on_host
+from recipe_gkd.actor.megatron.optimizer import set_hyperparameters
+from recipe_gkd.actor.megatron.patches import install, on_host
+from tests._support.base_config import base_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the redirection has no effect with a GPU")
 
@@ -19,3 +24,42 @@ class TestOnHost:
             assert torch.zeros(2).type(torch.float64).dtype == torch.float64
             with on_host():
                 assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+
+
+class Group:
+    """A process group with a size and no ranks: a collective in it fails."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+def test_shards_of_a_single_rank_are_not_sent() -> None:
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    install()
+    whole = torch.arange(4.0)
+    shard, total = whole[:], torch.distributed.ReduceOp.SUM
+    assert buffers.dist_all_gather_func(whole, shard, group=Group(1), async_op=False) is None
+    assert buffers.dist_reduce_scatter_func(shard, whole, op=total, group=Group(1), async_op=False) is None
+    assert whole.tolist() == [0, 1, 2, 3]
+    for size, is_async in ((2, False), (1, True)):
+        with pytest.raises((TypeError, ValueError, RuntimeError, AttributeError)):
+            buffers.dist_all_gather_func(whole, shard, group=Group(size), async_op=is_async)
+
+
+def test_adamw_on_a_cpu_is_fused_and_computes_the_same() -> None:
+    optim, weights = replace(base_config().actor_rollout_ref.actor.optim, weight_decay=0.01), []
+    for is_prepared in (False, True):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 7))
+        optimizer = torch.optim.AdamW([{"params": [parameter], "wd_mult": 1.0}], lr=0.1)
+        for step in range(3):
+            if is_prepared:
+                set_hyperparameters(cast(Any, optimizer), 0.1, optim)
+                assert optimizer.param_groups[0]["fused"]
+            parameter.grad = torch.sin(torch.arange(7.0) + step)
+            optimizer.step()
+        weights.append(parameter.detach())
+    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
