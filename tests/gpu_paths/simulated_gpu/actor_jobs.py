@@ -64,12 +64,16 @@ def plant_host_tensor(rank: int, world_size: int, port: int, config: Config, bat
 
 
 def update_with_memory(
-    rank: int, world_size: int, port: int, config: Config, batch: list[Sample]
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], smaller: Config
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the metrics of an update, and of the same update by an actor with less memory than it needs."""
+    """Return the metrics of an update, and of the same update by an actor with less memory than it needs.
+
+    Args:
+        smaller: The configuration with smaller micro-batches, for which the memory suffices.
+    """
     gpu = cuda_module.Device()
 
-    def measure(n_bytes: int | None) -> tuple[dict[str, float], int]:
+    def measure(config: Config, n_bytes: int | None = None) -> tuple[dict[str, float], int]:
         """Return the metrics of an update that may allocate ``n_bytes``, and the bytes that it has allocated."""
         with started(rank, world_size, port, config) as actor:
             update(actor, batch[:1])  # the optimizer allocates its states
@@ -82,6 +86,7 @@ def update_with_memory(
                 gpu.limit(UNLIMITED)
             return metrics, torch.cuda.max_memory_allocated() - before
 
-    more, needed = measure(None)
-    less, _ = measure(int(0.7 * needed))
+    more, needed = measure(config)
+    _, sufficient = measure(smaller)
+    less, _ = measure(config, (needed + sufficient) // 2)
     return more, less

@@ -49,8 +49,11 @@ def test_planted_tensor_of_the_host_is_found(overrides: list[str], pool: WorkerP
 def test_update_beyond_the_memory_of_the_gpu_is_split(
     overrides: list[str], pool: WorkerPool, folders: dict[str, Path]
 ) -> None:
-    config = make_config(folders["qwen2"], *overrides, "trainer.oom=split", f"{ACTOR}.max_token_len=512")
-    [(more, less)] = pool.run(1, actor_jobs.update_with_memory, config, make_samples(12))
+    config, smaller = (
+        make_config(folders["qwen2"], *overrides, "trainer.oom=split", f"{ACTOR}.max_token_len={limit}")
+        for limit in (512, 128)
+    )
+    [(more, less)] = pool.run(1, actor_jobs.update_with_memory, config, make_samples(12), smaller)
     assert (more["actor/micro_batches"], less["actor/micro_batches"]) == (1, 2)
     compared: list[str] = ["actor/kl_loss", "actor/grad_norm"]
     close: dict[str, Any] = {key: pytest.approx(more[key], rel=1e-5 if not overrides else 0.02) for key in compared}

@@ -64,6 +64,12 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, PATIENCE_S))
 
 
+async def wait_for_end_of_counting(group: WorkerGroup, rank: int) -> None:
+    """A generator that is canceled while it yields an item ends when Python finalizes it, after the call has ended."""
+    while await group.call_one(rank, Worker.is_counting, timeout_s=PATIENCE_S, phase="look"):
+        await asyncio.sleep(0.05)
+
+
 def start(n: int) -> WorkerGroup:
     group = WorkerGroup("test", [ray.remote(num_cpus=0)(Worker).remote() for _ in range(n)])
     run(group.call(Worker.echo, 0, timeout_s=PATIENCE_S, phase="start"))
@@ -150,7 +156,7 @@ class TestStream:
             await stream.aclose()  # type: ignore[attr-defined]
 
         run(take_one())
-        assert run(group.call(Worker.is_counting, timeout_s=PATIENCE_S, phase="look"))[0] is False
+        run(wait_for_end_of_counting(group, 0))
 
     def test_canceled_twice_leaves_no_unretrieved_exception(self, group: WorkerGroup) -> None:
         """Asyncio would print a traceback after the error of the run."""
@@ -170,8 +176,7 @@ class TestStream:
             consumer.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await consumer
-            while (await group.call_one(2, Worker.is_counting, timeout_s=PATIENCE_S, phase="look")) is True:
-                await asyncio.sleep(0.05)
+            await wait_for_end_of_counting(group, 2)
             await asyncio.sleep(0.3)
             gc.collect()
 
