@@ -48,12 +48,12 @@ from recipe_gkd.rollout.environment import worker_environment as rollout_environ
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup, run_to_end
 from recipe_gkd.runtime.worker_variables import worker_variables
+from recipe_gkd.teachers.scoring.clients import ClientDescription
 from recipe_gkd.teachers.scoring.homes import Homes
 from recipe_gkd.teachers.scoring.pool import ScoringPool
 from recipe_gkd.teachers.scoring.setup import start_scoring, warn_about_memory
 from recipe_gkd.weight_sync.spec import WeightSyncSpec
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
-from teacher.client import ClientSpec
 from teacher.common.sizes import MIB
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ async def start_cluster(
     total_steps: int,
     stop_token_ids: Sequence[int],
     n_tokens: int | None,
-    teacher_specs: Mapping[str, ClientSpec] | None = None,
+    teacher_specs: Mapping[str, ClientDescription] | None = None,
 ) -> AsyncIterator[Cluster]:
     """Reserve the pools, start all workers and connect them. End all their processes when the body ends.
 
@@ -154,7 +154,7 @@ class _ClusterStart:
             self._release_pools()
             raise
 
-    async def start_processes(self, teacher_specs: Mapping[str, ClientSpec] | None) -> None:
+    async def start_processes(self, teacher_specs: Mapping[str, ClientDescription] | None) -> None:
         """Start the processes of all workers, without waiting for them."""
         actor_pool, rollout_pool = self._pools
         self._actors.handles = [self._start_actor(rank) for rank in range(actor_pool.spec.n_workers)]

@@ -1,4 +1,6 @@
-"""Command line of the teacher service: ``python -m teacher serve|join|stop|proxy|worker|check|status|sleep|wake|keys``.
+"""Command line of the teacher service: ``python -m teacher COMMAND``.
+
+The commands are serve, join, stop, proxy, worker, check, status, sleep, wake, gateway and keys.
 
 `serve`, `join` and `stop` run without the libraries of the other commands, so their modules are imported only then.
 """
@@ -16,7 +18,7 @@ from teacher.logs import set_up_logging
 
 logger = logging.getLogger("teacher")
 
-_LONG_RUNNING_COMMANDS = ("proxy", "worker")
+_LONG_RUNNING_COMMANDS = ("proxy", "worker", "gateway")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,11 +68,11 @@ def _report_failure(args: argparse.Namespace, reason: str) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    from teacher.commands import keys, queries, service
+    from teacher.commands import gateway, keys, queries, service
 
     parser = argparse.ArgumentParser(prog="teacher", description="Teacher model as a service.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (launcher, service, queries, keys):
+    for module in (launcher, service, queries, gateway, keys):
         module.add_to(commands)
     return parser
 

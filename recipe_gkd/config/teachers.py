@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from urllib.parse import urlsplit
 
 from recipe_gkd.config.backend_class import load_backend_class
 from recipe_gkd.config.keys import TEACHER
@@ -39,6 +41,33 @@ def auth_dirs(teacher: TeacherConfig) -> dict[str, str | None]:
     }
 
 
+def urls(teacher: TeacherConfig) -> dict[str, tuple[str, ...]]:
+    """Return the base URLs of the servers of each teacher by name, for ``backend=http``."""
+    if not teacher.teachers:
+        return {DEFAULT: tuple(base_url(url) for url in teacher.url)}
+    return {name: tuple(base_url(url) for url in entry.address.split(",")) for name, entry in teacher.teachers.items()}
+
+
+def base_url(url: str) -> str:
+    """Return a URL without surrounding spaces, a trailing slash and ``/v1``."""
+    return url.strip().rstrip("/").removesuffix("/v1")
+
+
+def hosts(teacher: TeacherConfig) -> list[str]:
+    """Return the hosts of all teachers."""
+    if teacher.backend == "http":
+        return [urlsplit(url).hostname or "" for of_teacher in urls(teacher).values() for url in of_teacher]
+    return [host for host, _ in addresses(teacher).values()]
+
+
+def services(teacher: TeacherConfig) -> dict[str, Hashable]:
+    """Return what identifies the service of each teacher by name. Teachers of one service share a client."""
+    if teacher.backend == "http":
+        return dict(urls(teacher))
+    keys = auth_dirs(teacher)
+    return {name: (*address, keys[name]) for name, address in addresses(teacher).items()}
+
+
 def n_connections(teacher: TeacherConfig, auth_dir: str | None) -> int:
     """Return the number of connections to a teacher service whose keys are in ``auth_dir``."""
     if teacher.n_connections is not None:
@@ -60,6 +89,8 @@ def teacher_problems(config: Config) -> Iterator[ConfigError]:
     """Yield an error for each invalid value of the teacher section, with the value to change."""
     teacher = config.actor_rollout_ref.teacher
     yield from _backend_problems(teacher)
+    if teacher.backend == "http":
+        yield from _http_problems(config)
     yield from _template_problems(teacher)
     for name, entry in teacher.teachers.items():
         if not _NAME.fullmatch(name):
@@ -69,7 +100,7 @@ def teacher_problems(config: Config) -> Iterator[ConfigError]:
                 remedy="rename it",
                 keys=(f"{TEACHER}.teachers.{name}",),
             )
-        if not _is_address(entry.address):
+        if teacher.backend != "http" and not _is_address(entry.address):
             yield ConfigError(
                 f"{TEACHER}.teachers.{name}={entry.address}: expected host:port, such as 10.0.0.1:15555",
                 remedy="correct it",
@@ -91,7 +122,7 @@ def teacher_problems(config: Config) -> Iterator[ConfigError]:
 
 def _backend_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
     backend = teacher.backend
-    if backend == "zmq":
+    if backend in ("zmq", "http"):
         return
     if teacher.teachers:
         yield ConfigError(
@@ -110,6 +141,59 @@ def _backend_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
             f"{TEACHER}.backend=hf needs {TEACHER}.model_path, the folder of the teacher model",
             keys=(f"{TEACHER}.backend", f"{TEACHER}.model_path"),
         )
+
+
+def _http_problems(config: Config) -> Iterator[ConfigError]:
+    teacher = config.actor_rollout_ref.teacher
+    if not teacher.teachers and not teacher.url:
+        yield ConfigError(
+            f"{TEACHER}.backend=http needs {TEACHER}.url, the address of a vLLM or SGLang server",
+            remedy="set it, such as http://10.0.0.1:8000",
+            keys=(f"{TEACHER}.backend", f"{TEACHER}.url"),
+        )
+    if teacher.teachers and teacher.url:
+        yield ConfigError(
+            f"{TEACHER}.url={','.join(teacher.url)} and {TEACHER}.teachers are both set",
+            remedy=f"give the URLs in {TEACHER}.teachers only",
+            keys=(f"{TEACHER}.url", f"{TEACHER}.teachers"),
+        )
+    for name, of_teacher in urls(teacher).items():
+        key = f"{TEACHER}.teachers.{name}.address" if teacher.teachers else f"{TEACHER}.url"
+        for url in of_teacher:
+            if not _is_url(url):
+                yield ConfigError(
+                    f"{key}={url}: expected http://HOST:PORT or https://HOST, such as http://10.0.0.1:8000",
+                    remedy="correct it",
+                    keys=(key,),
+                )
+    if config.gkd.distill_temperature != 1:
+        yield ConfigError(
+            f"gkd.distill_temperature={config.gkd.distill_temperature:g} with {TEACHER}.backend=http: the servers "
+            "return log-probabilities at temperature 1",
+            remedy=f"set it to 1, or use {TEACHER}.backend=zmq",
+            keys=("gkd.distill_temperature", f"{TEACHER}.backend"),
+        )
+    if teacher.vocabulary != "equal":
+        yield ConfigError(
+            f"{TEACHER}.vocabulary={teacher.vocabulary} with {TEACHER}.backend=http: a server cannot exclude tokens "
+            "from its distributions",
+            remedy=f"set it to equal, or use {TEACHER}.backend=zmq",
+            keys=(f"{TEACHER}.vocabulary", f"{TEACHER}.backend"),
+        )
+    if teacher.api_key_env is not None and not os.environ.get(teacher.api_key_env):
+        yield ConfigError(
+            f"{TEACHER}.api_key_env={teacher.api_key_env}: the environment variable is not set",
+            remedy=f"export {teacher.api_key_env}=KEY before the start",
+            keys=(f"{TEACHER}.api_key_env",),
+        )
+
+
+def _is_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _template_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:

@@ -2,6 +2,7 @@
 
 ======================  ==========================================================================
 ``zmq``                 `TeacherClient` of a teacher service, local or on another machine
+``http``                `HttpTeacherClient` of servers started with ``vllm serve`` or SGLang
 ``hf``                  `HfTeacher`, a transformers model in the driver process
 ``FILE.py:Class``       a class of the user that implements `TeacherBackend`, in a `CustomBackend`
 ======================  ==========================================================================
@@ -10,12 +11,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from recipe_gkd.config.schema import Config
-from recipe_gkd.config.teachers import addresses, auth_dirs, n_connections
+from recipe_gkd.config.teachers import addresses, auth_dirs, n_connections, urls
+from recipe_gkd.model_files import find_model
 from recipe_gkd.teachers.custom_backend import CustomBackend
 from teacher.client import TeacherClient
 from teacher.errors import TeacherTimeout
@@ -27,6 +30,10 @@ RESULT_MARGIN_S = 5.0
 """Time after a request's deadline in which a backend must complete its future."""
 
 
+DEFAULT_REQUESTS_PER_SERVER = 64
+"""Open requests at one HTTP server: so many that its engine can fill its batches."""
+
+
 class TeacherBackend(Protocol):
     """Client of one teacher.
 
@@ -35,7 +42,7 @@ class TeacherBackend(Protocol):
     starts, and closed at the end of the run. The constructor, `hello` and `close` are called in separate threads and
     have deadlines. `submit` is called from the thread of the event loop and must return at once.
 
-    `teacher.client.TeacherClient` and `HfTeacher` are implementations.
+    `teacher.client.TeacherClient`, `teacher.client.http.HttpTeacherClient` and `HfTeacher` are implementations.
     """
 
     def hello(self, timeout_s: float) -> TeacherInfo:
@@ -137,6 +144,19 @@ def open_backend(config: Config, name: str) -> TeacherBackend:
                 wire_dtype=teacher.wire_dtype,
                 n_connections=n_connections(teacher, auth_dir),
             )
+        case "http":
+            from teacher.client.http import Endpoint, HttpClientSpec  # imports aiohttp
+
+            api_key = os.environ.get(teacher.api_key_env or "", "")
+            return HttpClientSpec(
+                tuple(Endpoint(url, api_key) for url in urls(teacher)[name]),
+                tokenizer_path=teacher.model_path or str(find_model(config.actor_rollout_ref.model.path)),
+                requires_same_tokenizer=teacher.model_path is None,
+                timeout_s=teacher.timeout_s,
+                top_k=teacher.top_k,
+                served_model_name=teacher.served_model_name,
+                n_connections=teacher.n_connections or DEFAULT_REQUESTS_PER_SERVER,
+            ).open()
         case "hf":
             from recipe_gkd.teachers.hf_teacher import HfTeacher  # imports torch and transformers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -14,7 +14,7 @@ import numpy as np
 from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import uses_teacher
 from recipe_gkd.config.keys import TEACHER
-from recipe_gkd.config.teachers import addresses, auth_dirs
+from recipe_gkd.config.teachers import services
 from recipe_gkd.data.samples import Prompt, Response, Sample, StoredTopK, TeacherTopK
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.clock import now
@@ -25,8 +25,9 @@ from recipe_gkd.teachers.direct_requests import DirectRequests
 from recipe_gkd.teachers.failure_policy import FailurePolicy, Scores, of_several_requests
 from recipe_gkd.teachers.outages import OutageMonitor
 from recipe_gkd.teachers.routes import Routes
+from recipe_gkd.teachers.scoring.clients import ClientDescription, RemoteBackend
 from recipe_gkd.teachers.scoring.requests import Requests, TeacherRequest
-from teacher.client import ClientSpec, TeacherClient
+from teacher.client import TeacherClient
 from teacher.errors import TeacherError
 from teacher.records import TeacherSequence
 
@@ -48,19 +49,17 @@ def open_teachers(config: Config, routes: Routes) -> Iterator[Teachers]:
         TeacherError: A backend cannot be created as configured.
     """
     teacher = config.actor_rollout_ref.teacher
-    by_service: dict[tuple[str, int, str | None], TeacherBackend] = {}
-    keys = auth_dirs(teacher)
+    by_service: dict[Hashable, TeacherBackend] = {}
     clients: dict[str, TeacherBackend] = {}
     with ExitStack() as stack:
-        for name, address in addresses(teacher).items():
+        for name, service in services(teacher).items():
             if name not in routes.used:
                 continue
-            service = (*address, keys[name])
             if service not in by_service:
                 by_service[service] = stack.enter_context(closing(open_backend(config, name)))
             clients[name] = by_service[service]
-        services = {name: client for name, client in clients.items() if isinstance(client, TeacherClient)}
-        yield Teachers(config, routes, clients, OutageMonitor(services, teacher) if services else None)
+        own = {name: client for name, client in clients.items() if isinstance(client, TeacherClient)}
+        yield Teachers(config, routes, clients, OutageMonitor(own, teacher) if own else None)
 
 
 class Teachers:
@@ -120,12 +119,12 @@ class Teachers:
         teachers.requests = self.requests
         return teachers
 
-    def client_specs(self) -> dict[str, ClientSpec]:
+    def client_specs(self) -> dict[str, ClientDescription]:
         """Return what other processes need to send requests to the teachers, by name.
 
         Empty if the backend runs in the driver's process.
         """
-        return {name: client.spec() for name, client in self.clients.items() if isinstance(client, TeacherClient)}
+        return {name: client.spec() for name, client in self.clients.items() if isinstance(client, RemoteBackend)}
 
     def resume(self, n_skipped: int) -> None:
         """Set the number of samples that the run has skipped before its checkpoint. Forget requests after it."""

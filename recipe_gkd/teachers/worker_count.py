@@ -9,7 +9,7 @@ from dataclasses import replace
 from recipe_gkd.config import Config
 from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.teachers.backends import TeacherBackend
-from teacher.client import TeacherClient
+from recipe_gkd.teachers.scoring.clients import RemoteBackend
 
 HELLO_TIMEOUT_S = 10.0
 
@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 def with_worker_count(config: Config, clients: Mapping[str, TeacherBackend]) -> Config:
     """Return the configuration with ``n_server_workers`` set.
 
-    None becomes the number of workers that the services have now, or 1 without a service. A number is kept, and a
-    warning is logged if the services have another one.
+    None becomes the number of workers that the services have now, or of HTTP servers, or 1 without a service. A number
+    is kept, and a warning is logged if the services have another one.
 
     Raises:
         TeacherError: A service cannot be reached, or has no worker within `HELLO_TIMEOUT_S`.
     """
     settings = config.actor_rollout_ref
     configured = settings.teacher.n_server_workers
-    services = {client.address: client for client in clients.values() if isinstance(client, TeacherClient)}
+    services = {client.address: client for client in clients.values() if isinstance(client, RemoteBackend)}
     counts = {address: client.hello(timeout_s=HELLO_TIMEOUT_S).n_workers for address, client in services.items()}
     found = sum(counts.values())
     if counts:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, TypedDict
 
+import numpy as np
+
 from teacher.client.calls import ProxyCall
 from teacher.client.chunks import ScoreCall
 from teacher.client.io_thread import ClientIOThread
@@ -63,6 +65,12 @@ class ClientSpec:
     def is_loopback(self) -> bool:
         """True if only processes of the service's own machine can reach it."""
         return is_loopback(self.server_ip)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the top-k of one position. An unknown number of log-probabilities counts as 1."""
+        k = self.options.get("top_k") or (1 if self.model is None else self.model.n_logprobs)
+        return k * (np.dtype(np.int32).itemsize + np.dtype(self.options.get("wire_dtype", "float32")).itemsize)
 
     def open(self) -> TeacherClient:
         """Return a new client that fits this description."""

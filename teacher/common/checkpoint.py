@@ -97,6 +97,18 @@ def _vocab_size(value: object, folder: Path, option: str) -> int:
     return value
 
 
+def read_eos_token_ids(folder: Path, option: str = "CKPT_PATH") -> tuple[int, ...]:
+    """Return the ids that end a turn, ascending, of a folder that may have only a tokenizer. Empty: none are declared.
+
+    Args:
+        option: Name of the option or key with the folder, for errors.
+
+    Raises:
+        TeacherSetupError: A file is invalid.
+    """
+    return _eos_token_ids(folder, _read_json(folder, "config.json", option) or {}, option)
+
+
 def _eos_token_ids(folder: Path, config: dict[str, Any], option: str) -> tuple[int, ...]:
     """Return the ids of the first file that declares any; ``generation_config.json`` precedes ``config.json``."""
     generation_config = _read_json(folder, "generation_config.json", option) or {}

@@ -9,8 +9,17 @@ from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.limits import MAX_NODES, MAX_STEPS, MAX_TEACHER_WAIT_S
-from recipe_gkd.config.schema.fields import STRICT, SourcePath, UserPath, key, timeout
-from recipe_gkd.config.schema.unused import NAMED_TEACHERS, NO_SERVICE, NO_TEACHER, STUDENT_PROMPTS, needs, unused_with
+from recipe_gkd.config.schema.fields import STRICT, SourcePath, UserPath, key, null_to_list, timeout
+from recipe_gkd.config.schema.unused import (
+    NAMED_TEACHERS,
+    NO_HTTP_SERVER,
+    NO_SCORING_WORKERS,
+    NO_SERVICE,
+    NO_TEACHER,
+    STUDENT_PROMPTS,
+    needs,
+    unused_with,
+)
 from recipe_gkd.errors import ConfigError
 from teacher import WireDtype
 from teacher.client import MAX_CONNECTIONS
@@ -27,11 +36,15 @@ class TeacherEntry:
     means none.
     """
 
-    address: str = key("`host:port` of the teacher's proxy.")
+    address: str = key("`host:port` of the teacher's proxy, or URLs of its HTTP servers.")
     auth_dir: UserPath | None = None
     prompt_template: str | None = None
     system_prompt: str | None = None
     apply_chat_template_kwargs: dict[str, Any] | None = None
+
+
+def _as_urls(value: Any) -> Any:
+    return [url.strip() for url in value.split(",")] if isinstance(value, str) else null_to_list(value)
 
 
 def _as_entry(value: Any) -> Any:
@@ -53,13 +66,27 @@ class TeacherConfig:
     """Teacher service, section ``actor_rollout_ref.teacher``."""
 
     backend: SourcePath = key(
-        "Teacher backend. `zmq`: a teacher service. `hf`: a transformers model in the driver process, for small "
-        "teachers, tests and debugging. `FILE.py:Class`: a class that implements "
-        "`recipe_gkd.teachers.backends.TeacherBackend`."
+        "Teacher backend. `zmq`: a teacher service. `http`: servers started with `vllm serve` or SGLang. `hf`: a "
+        "transformers model in the driver process, for small teachers, tests and debugging. `FILE.py:Class`: a class "
+        "that implements `recipe_gkd.teachers.backends.TeacherBackend`."
     )
     model_path: UserPath | None = key(
-        "Folder of the teacher model for `backend=hf`; passed on to a custom backend.",
+        "Folder of the teacher model for `backend=hf`; passed on to a custom backend. `http`: folder with the "
+        "teacher's tokenizer, null: the student's folder; all ids are compared with the server's.",
         refused=[unused_with(lambda config: config.actor_rollout_ref.teacher.backend, "zmq", "hf")],
+    )
+    url: Annotated[list[str], BeforeValidator(_as_urls)] = key(
+        "Base URLs of the servers of the teacher for `backend=http`, such as `http://10.0.0.1:8000`: one, a list, or "
+        "several separated by commas, which all serve the same model.",
+        refused=[NO_HTTP_SERVER],
+    )
+    api_key_env: str | None = key(
+        "Name of the environment variable with the API key of the HTTP servers. null: no key.",
+        refused=[NO_HTTP_SERVER],
+    )
+    served_model_name: str | None = key(
+        "Name of the teacher among the models of the HTTP servers. null: the only model that is no adapter.",
+        refused=[NO_HTTP_SERVER],
     )
     server_ip: str = key("Address of the teacher's proxy.", unused=[NO_TEACHER, NAMED_TEACHERS], refused=[NO_SERVICE])
     server_port: int = key(
@@ -73,7 +100,8 @@ class TeacherConfig:
         "Several named teachers, as name -> `host:port`. They replace the teacher at `server_ip`, which has the name "
         "`default`. Command line, once per teacher: `actor_rollout_ref.teacher.teachers.math=10.0.0.1:15555`. Instead "
         "of `host:port`, a mapping with `address` and any of `auth_dir`, `prompt_template`, `system_prompt` and "
-        "`apply_chat_template_kwargs`, which replace this section's for one teacher; empty: none."
+        "`apply_chat_template_kwargs`, which replace this section's for one teacher; empty: none. With `backend=http` "
+        "the address is a URL, or several separated by commas."
     )
     route_key: str | None = key(
         "Column with the name of each prompt's teacher. Dots select a field of a structure. Required with more than "
@@ -137,17 +165,18 @@ class TeacherConfig:
     )
     n_connections: int | None = key(
         "Number of connections to each teacher service. Each has its own threads, which matters for encryption. "
-        "null: 4 with `auth_dir`, else 1.",
-        refused=[NO_SERVICE],
+        "null: 4 with `auth_dir`, else 1. `backend=http`: number of open requests at each server, of each scoring "
+        "worker; null: 64.",
+        refused=[NO_SCORING_WORKERS],
         ge=1,
         le=MAX_CONNECTIONS,
     )
     scoring_workers_per_node: int = key(
         "Number of processes on each node of the actor pool that receive the teachers' results, which go from the "
         "service to the node that trains on them, not through the driver. More than one if one core cannot decode as "
-        "fast as the network delivers. Used by `backend=zmq`.",
+        "fast as the network delivers, or as HTTP servers do. Used by `backend=zmq` and `http`.",
         unused=[NO_TEACHER],
-        refused=[NO_SERVICE],
+        refused=[NO_SCORING_WORKERS],
         ge=1,
         le=MAX_CONNECTIONS,
     )

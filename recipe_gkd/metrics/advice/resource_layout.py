@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from recipe_gkd.config import Config
 from recipe_gkd.config.schema import ActorConfig
 from recipe_gkd.config.staleness import staleness_bound
-from recipe_gkd.config.teachers import addresses
+from recipe_gkd.config.teachers import hosts
 from recipe_gkd.metrics.advice.step_time_model import StageSeconds, step_seconds
 
 LOCAL_HOSTS = ("127.", "localhost")  # prefixes of addresses of this machine, whose cores the pools use too
@@ -71,8 +71,8 @@ class ResourceLayout:
             cores: See the attribute.
         """
         trainer, settings = config.trainer, config.actor_rollout_ref
-        hosts = [host for host, _ in addresses(settings.teacher).values()]
-        is_service = settings.teacher.backend == "zmq"
+        of_teachers = hosts(settings.teacher)
+        is_service = settings.teacher.backend in ("zmq", "http")
         return cls(
             staleness=staleness_bound(trainer),
             inflight=trainer.inflight_update,
@@ -86,7 +86,7 @@ class ResourceLayout:
             bucket_megabytes=settings.rollout.update_weights_bucket_megabytes,
             grants=grants,
             cores=cores,
-            teacher_shares_cores=cores is not None and all(host.startswith(LOCAL_HOSTS) for host in hosts),
+            teacher_shares_cores=cores is not None and all(host.startswith(LOCAL_HOSTS) for host in of_teachers),
         )
 
     @property

@@ -26,10 +26,10 @@ from recipe_gkd.runtime.keyed_timeout import with_margin
 from recipe_gkd.runtime.run_log import as_event
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 from recipe_gkd.runtime.wait_log import waiting
+from recipe_gkd.teachers.scoring.clients import ClientDescription
 from recipe_gkd.teachers.scoring.homes import NO_HOME, Homes
 from recipe_gkd.teachers.scoring.ray_worker import PartScores, ScoringWorker
 from recipe_gkd.teachers.scoring.requests import TeacherRequest
-from teacher.client import ClientSpec
 from teacher.errors import TeacherError, TeacherTimeout
 
 log = logging.getLogger(__name__)
@@ -41,8 +41,6 @@ MARGIN_S = 5.0
 """Time after a request's deadline in which a scoring worker must answer."""
 KILL_TIMEOUT_S = 5.0
 """Deadline of the end of a worker's process that does not answer."""
-_BYTES_OF_ID = 4
-_BYTES_OF_LOGP = {"float32": 4, "float16": 2}
 
 
 class ScoringPool:
@@ -72,7 +70,7 @@ class ScoringPool:
 
     def __init__(
         self,
-        specs: Mapping[str, ClientSpec],
+        specs: Mapping[str, ClientDescription],
         own_node: str,
         start_worker: Callable[..., Any],
         *,
@@ -105,7 +103,7 @@ class ScoringPool:
     @classmethod
     def start(
         cls,
-        specs: Mapping[str, ClientSpec],
+        specs: Mapping[str, ClientDescription],
         nodes: Mapping[str, str],
         *,
         per_node: int,
@@ -148,7 +146,7 @@ class ScoringPool:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of the top-k, of the teacher with the largest rows."""
-        return max(map(self._row_bytes, self._specs))
+        return max(spec.row_bytes for spec in self._specs.values())
 
     def node_shares(self) -> dict[str, float]:
         """Return the largest part of a batch's rows that each node may get, by its id. The homes must be set."""
@@ -205,7 +203,7 @@ class ScoringPool:
         of_home: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for index, uid in enumerate(request.uids):  # by the reading node too, so that it fetches no rows of others
             of_home[self._home_of(request.teacher, uid), self.homes.of_uid(uid)].append(index)
-        row_bytes = self._row_bytes(request.teacher)
+        row_bytes = self._specs[request.teacher].row_bytes
         parts: list[tuple[int, list[int]]] = []
         for (home, _), indices in of_home.items():
             part: list[int] = []
@@ -227,11 +225,6 @@ class ScoringPool:
         if self._is_loopback[teacher] and nodes[home] != self._own_node:
             return nodes.index(self._own_node) if self._own_node in nodes else NO_HOME
         return home
-
-    def _row_bytes(self, teacher: str) -> int:
-        spec = self._specs[teacher]
-        k = spec.options.get("top_k") or (spec.model.n_logprobs if spec.model is not None else 1)
-        return k * (_BYTES_OF_ID + _BYTES_OF_LOGP[spec.options.get("wire_dtype", "float32")])
 
     async def _score_part(
         self, request: TeacherRequest, home: int, indices: Sequence[int], timeout_s: float
@@ -379,7 +372,7 @@ def _with_uid(error: TeacherError, uids: Sequence[int], indices: Sequence[int]) 
 
 
 def _start_worker(
-    specs: Mapping[str, ClientSpec], node_id: str, address: str, *, max_restarts: int, env: dict[str, str]
+    specs: Mapping[str, ClientDescription], node_id: str, address: str, *, max_restarts: int, env: dict[str, str]
 ) -> ActorHandle:
     """Start a worker, and return its handle.
 

@@ -17,7 +17,7 @@ import ray
 from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.teachers.scoring.checks import check_scores
-from teacher.client import ClientSpec, TeacherClient
+from recipe_gkd.teachers.scoring.clients import ClientDescription, ScoringClient
 from teacher.common.machine_checks import SHARED_MEMORY
 from teacher.errors import TeacherChanged, TeacherError, TeacherTimeout, TeacherUnavailable
 from teacher.records import TeacherSequence
@@ -52,10 +52,10 @@ class ScoringWorker:
         node: Address of the node, for messages.
     """
 
-    def __init__(self, specs: Mapping[str, ClientSpec], node: str) -> None:
+    def __init__(self, specs: Mapping[str, ClientDescription], node: str) -> None:
         enable_stack_dumps()
         self._specs, self._node = dict(specs), node
-        self._clients: dict[str, TeacherClient] = {}
+        self._clients: dict[str, ScoringClient] = {}
         for name, spec in self._specs.items():
             same = next((other for other in self._clients if self._specs[other] == spec), None)
             self._clients[name] = spec.open() if same is None else self._clients[same]
@@ -85,8 +85,8 @@ class ScoringWorker:
                 f"node {self._node} of the actor pool cannot reach teacher {name} at {client.address}, which the "
                 f"driver's node reaches: rows go from the service directly to this node",
                 node=self._node,
-                remedy="set actor_rollout_ref.teacher.server_ip to an address that all nodes reach, and check "
-                "firewalls",
+                remedy="give the teacher an address that all nodes reach (actor_rollout_ref.teacher.server_ip or url), "
+                "and check firewalls",
                 details=(str(error),),
             ) from error
         if expected is not None and info.identity != expected.identity:

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from recipe_gkd.config import Config
 from recipe_gkd.ray_cluster.object_store import store_bytes, warn_if_small
 from recipe_gkd.runtime.worker_variables import worker_variables
+from recipe_gkd.teachers.scoring.clients import ClientDescription
 from recipe_gkd.teachers.scoring.pool import ScoringPool
-from teacher.client import ClientSpec
 from teacher.common.sizes import GIB
 
 DEFAULT_SHARE_OF_STORE = 0.5
 """Part of the object store of the fullest node that rows may fill. Shards and responses need memory too."""
 
 
-def start_scoring(config: Config, specs: Mapping[str, ClientSpec], nodes: Mapping[str, str]) -> ScoringPool:
+def start_scoring(config: Config, specs: Mapping[str, ClientDescription], nodes: Mapping[str, str]) -> ScoringPool:
     """Start the scoring workers of a run, without waiting for them.
 
     Args:

@@ -15,7 +15,13 @@ from recipe_gkd.config.compose import default_values, value_at
 from recipe_gkd.config.key_types import known_keys
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.load import LoadedConfig, read_config
-from recipe_gkd.config.schema.unused import NO_MEGATRON, NO_REWARDED_RESPONSE, NO_SERVICE, UnusedWhen
+from recipe_gkd.config.schema.unused import (
+    NO_MEGATRON,
+    NO_REWARDED_RESPONSE,
+    NO_SCORING_WORKERS,
+    NO_SERVICE,
+    UnusedWhen,
+)
 from recipe_gkd.config.unused_keys import unused_conditions, unused_key_problems
 from tests._support import custom_losses
 from tests._support.base_config import CONFIG_NAME, REQUIRED
@@ -151,6 +157,7 @@ REFUSED = [(name, rule) for name, field in known_keys().items() for rule in fiel
 REFUSED_IF = {
     NO_MEGATRON: (f"{ACTOR}.strategy=fsdp",),
     NO_SERVICE: (f"{TEACHER}.backend=hf", f"{TEACHER}.model_path=x"),
+    NO_SCORING_WORKERS: (f"{TEACHER}.backend=hf", f"{TEACHER}.model_path=x"),
 }
 
 

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from recipe_gkd.commands.gpu_smoke.reference import response_logits
 from recipe_gkd.config import Config, compose, config_dir
+from recipe_gkd.config.teachers import urls
 from recipe_gkd.errors import ConfigError, VocabularyMismatch
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import check_teacher
@@ -26,6 +27,7 @@ from recipe_gkd.teachers.hf_teacher import HfTeacher
 from recipe_gkd.teachers.router import open_teachers
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.scoring.checks import check_scores
+from teacher.client.http import Endpoint, HttpTeacherClient
 from teacher.common.fingerprint import tokenizer_fingerprint
 from teacher.errors import (
     TeacherClosed,
@@ -74,6 +76,17 @@ class TestConfig:
             (["backend=hf", "model_path=x", "n_connections=2"], ("n_connections", "backend")),
             (["backend=hf", "model_path=x", "teachers.a=b:1"], ("backend", "teachers")),
             (["backend=vllm"], ("backend",)),
+            (["backend=http"], ("backend", "url")),
+            (["url=http://a:8000"], ("url", "backend")),
+            (["served_model_name=x"], ("served_model_name", "backend")),
+            (["backend=http", "url=a:8000"], ("url",)),
+            (["backend=http", "url=[http://a:8000,ftp://b]"], ("url",)),
+            (["backend=http", "url=http://a:80", "server_port=1"], ("server_port", "backend")),
+            (["backend=http", "url=http://a:80", "wire_dtype=float16"], ("wire_dtype", "backend")),
+            (["backend=http", "url=http://a:80", "vocabulary=compatible"], ("vocabulary", "backend")),
+            (["backend=http", "url=http://a:80", "api_key_env=NOT_SET_ANYWHERE"], ("api_key_env",)),
+            (["backend=http", "url=http://a:80", "teachers.b='http://b:80'"], ("url", "teachers")),
+            (["backend=http", "teachers.b=b:80"], ("teachers.b.address",)),
         ],
     )
     def test_ineffective_or_invalid_settings_raise(self, overrides: list[str], keys: tuple[str, ...]) -> None:
@@ -100,6 +113,35 @@ class TestConfig:
         monkeypatch.setattr(backends, "TeacherClient", lambda *_, **options: opened.update(options))
         backends.open_backend(configured(*overrides), "default")
         assert opened["n_connections"] == expected
+
+    def test_temperature_with_http_is_refused(self) -> None:
+        with raises(ConfigError, keys=("gkd.distill_temperature", f"{KEY}.backend")):
+            configured("backend=http", "url=http://a:80", others=["gkd.distill_temperature=2"])
+
+    @pytest.mark.parametrize(
+        ("override", "expected"),
+        [
+            ("url=http://a:8000/v1/", {"default": ("http://a:8000",)}),
+            ("url='http://a:8000, https://b'", {"default": ("http://a:8000", "https://b")}),
+            ("url=[http://a:8000,https://b]", {"default": ("http://a:8000", "https://b")}),
+            ("teachers.math='http://a:1,http://b:2'", {"math": ("http://a:1", "http://b:2")}),
+        ],
+    )
+    def test_urls_may_be_a_list_or_text(self, override: str, expected: dict[str, tuple[str, ...]]) -> None:
+        assert urls(configured("backend=http", override).actor_rollout_ref.teacher) == expected
+
+    def test_http_client_has_the_settings(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("TEACHER_KEY", "secret")
+        options = ("backend=http", "url=[http://a:1,http://b:2]", "api_key_env=TEACHER_KEY", "n_connections=3")
+        client = backends.open_backend(configured(*options, f"model_path={tmp_path}", "top_k=5"), "default")
+        try:
+            assert isinstance(client, HttpTeacherClient)
+            spec = client.spec()
+        finally:
+            client.close()
+        assert spec.endpoints == (Endpoint("http://a:1", "secret"), Endpoint("http://b:2", "secret"))
+        assert (spec.tokenizer_path, spec.requires_same_tokenizer) == (str(tmp_path), False)
+        assert (spec.n_connections, spec.top_k, spec.is_loopback) == (3, 5, False)
 
     def test_hf_with_worker_count_is_accepted(self) -> None:
         configured("backend=hf", "model_path=x", "n_server_workers=2", "top_k=4")

@@ -1,0 +1,11 @@
+"""Client of plain inference servers (vLLM, SGLang) as teachers, over HTTP.
+
+`client` is the public interface. `servers` selects a server for each request and repeats requests that failed,
+`handshake` reads a server's model and limits and verifies it with a probe, `vocabulary` compares its tokenizer with a
+local one. `vllm_api` and `sglang_api` have the formats of requests and responses.
+"""
+
+from teacher.client.http.client import HttpClientSpec, HttpTeacherClient
+from teacher.client.http.servers import Endpoint
+
+__all__ = ["Endpoint", "HttpClientSpec", "HttpTeacherClient"]

@@ -1,0 +1,296 @@
+"""Servers of one teacher: choice of a server for each request, and repetition of requests that failed.
+
+States of a server and their transitions::
+
+    state       | transition
+    ------------|---------------------------------------------------------------------------------------------
+    unverified  | at the start. A request verifies the server first -> ready
+    ready       | gets requests -> paused if it is full; unverified if a connection is lost, or after MAX_IDLE_S
+                | without a response, in which another server may have started at the address
+    paused      | gets no request until a time: Retry-After, or 0.25 s, doubled with each failure to at most 10 s
+
+=============================================  ====================================================================
+outcome of a request                           reaction
+=============================================  ====================================================================
+connection lost, 429, 502, 503, 504            repeated until the deadline, at another server if there is one
+500, truncated or invalid JSON                 repeated, at most `MAX_FAULTS` times in all
+400, 404 and other refusals                    `TeacherRequestError`
+401, 403                                       `TeacherSetupError`
+deadline                                       `TeacherUnreachable` if no server could be reached, `TeacherTimeout`
+=============================================  ====================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from teacher.errors import (
+    TeacherError,
+    TeacherProtocolError,
+    TeacherRequestError,
+    TeacherSetupError,
+    TeacherTimeout,
+    TeacherUnreachable,
+    short,
+)
+
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+MAX_FAULTS = 3
+"""Attempts of a request that fails for an unknown reason, which may be the request itself."""
+MAX_IDLE_S = 5.0
+"""Time without a response after which a server is verified again. No server restarts in a shorter time."""
+CONNECT_TIMEOUT_S = 10.0
+FIRST_PAUSE_S = 0.25
+MAX_PAUSE_S = 10.0
+_FULL = (429, 503)
+_GATEWAY = (502, 504)
+_KEY = (401, 403)
+_SHOWN_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Address of a server.
+
+    Attributes:
+        url: Base URL without a trailing slash and ``/v1``, such as ``http://10.0.0.1:8000``.
+        api_key: Value of the header ``Authorization: Bearer``. Empty: no header.
+    """
+
+    url: str
+    api_key: str = field(default="", repr=False)
+
+    @property
+    def host(self) -> str:
+        """Host name or IP address."""
+        return urlsplit(self.url).hostname or ""
+
+
+@dataclass(eq=False)
+class Server:
+    """State of one server. See the module for the transitions."""
+
+    endpoint: Endpoint
+    is_verified: bool = False
+    paused_until: float = 0.0
+    last_response: float = 0.0
+    n_failures: int = 0
+    n_open: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def pause(self, pause_s: float | None = None) -> None:
+        """Send no request for a time: ``pause_s``, or longer after each failure."""
+        self.n_failures += 1
+        default_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.n_failures - 1, 16))
+        self.paused_until = time.monotonic() + (default_s if pause_s is None else pause_s)
+
+
+class ConnectionLost(Exception):
+    """The server could not be reached, or closed the connection."""
+
+
+class ServerFull(Exception):
+    """The server accepts no request now.
+
+    Args:
+        pause_s: Time that it asks for, in seconds. None: unknown.
+    """
+
+    def __init__(self, text: str, pause_s: float | None) -> None:
+        super().__init__(text)
+        self.pause_s = pause_s
+
+
+class Servers:
+    """Servers that serve the same model. Requests go to the one with the fewest open requests.
+
+    Args:
+        session: Session of the HTTP client.
+        endpoints: Addresses of the servers.
+        per_server: Maximum number of open requests at one server.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, endpoints: list[Endpoint], per_server: int) -> None:
+        self._session = session
+        self.all = [Server(endpoint) for endpoint in endpoints]
+        self._free = asyncio.Semaphore(per_server * len(endpoints))
+
+    async def run(
+        self,
+        send: Callable[[Server], Awaitable[R]],
+        verify: Callable[[Server], Awaitable[None]],
+        deadline: float,
+        timeout_s: float,
+    ) -> R:
+        """Return the result of a request, which is repeated as the table of the module has it.
+
+        Args:
+            send: Function that sends the request to a server.
+            verify: Function that verifies a server before it gets requests.
+            deadline: End of all attempts, in seconds of ``time.monotonic``.
+            timeout_s: The same as a time limit, for messages.
+
+        Raises:
+            TeacherError: See the module.
+        """
+        faults, last = 0, ""
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())), self._free:
+                while True:
+                    server = await self._next()
+                    server.n_open += 1
+                    try:
+                        await _ensure_verified(server, verify)
+                        result = await send(server)
+                        server.n_failures = 0
+                        return result
+                    except ServerFull as full:
+                        last = f"{server.endpoint.url}: {full}"
+                        server.pause(full.pause_s)
+                    except ConnectionLost as lost:
+                        last = f"{server.endpoint.url}: {lost}"
+                        if server.is_verified or not server.n_failures:
+                            logger.warning(
+                                "the teacher's server %s: %s; requests are repeated", server.endpoint.url, lost
+                            )
+                        server.is_verified = False
+                        server.pause()
+                    except (TeacherProtocolError, ServerFault) as fault:
+                        faults, last = faults + 1, f"{server.endpoint.url}: {fault}"
+                        if faults >= MAX_FAULTS:
+                            raise _as_error(fault, server) from fault
+                        server.pause()
+                    finally:
+                        server.n_open -= 1
+        except TimeoutError:
+            raise self._late(last, timeout_s) from None
+
+    async def _next(self) -> Server:
+        """Return the server with the fewest open requests. If all are paused, wait for the first."""
+        while True:
+            now = time.monotonic()
+            if ready := [server for server in self.all if server.paused_until <= now]:
+                return min(ready, key=lambda server: server.n_open)
+            await asyncio.sleep(min(server.paused_until for server in self.all) - now)
+
+    def _late(self, last: str, timeout_s: float) -> TeacherError:
+        urls = ", ".join(server.endpoint.url for server in self.all)
+        details = (f"the last failure: {last}",) if last else ()
+        if last and not any(server.is_verified for server in self.all):
+            return TeacherUnreachable(
+                f"no server at {urls} within {timeout_s:g} s",
+                address=urls,
+                remedy="start it, or correct the URL",
+                details=details,
+            )
+        return TeacherTimeout(
+            f"no result from {urls} within {timeout_s:g} s", address=urls, stage="sent", details=details
+        )
+
+    async def get(self, server: Server, path: str) -> bytes | None:
+        """Return the response to a GET request, None if the server has no such path. Errors as of `post`."""
+        return await self._request("GET", server, path, None)
+
+    async def post(self, server: Server, path: str, body: Mapping[str, Any]) -> bytes | None:
+        """Return the response to a POST request, None if the server has no such path.
+
+        Raises:
+            ConnectionLost: The server cannot be reached.
+            ServerFull: It accepts no request now.
+            ServerFault: It failed for an unknown reason.
+            TeacherRequestError: It refused the request.
+            TeacherSetupError: It refused the key.
+        """
+        return await self._request("POST", server, path, body)
+
+    async def _request(self, method: str, server: Server, path: str, body: Mapping[str, Any] | None) -> bytes | None:
+        url, key = server.endpoint.url + path, server.endpoint.api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            async with self._session.request(method, url, json=body, headers=headers) as response:
+                content = await response.read()
+                status, pause = response.status, response.headers.get("Retry-After")
+                server.last_response = time.monotonic()
+        except aiohttp.InvalidURL as error:
+            raise TeacherSetupError(f"{url} is no valid URL: {error}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionLost(f"{type(error).__name__}: {error}") from None
+        return _checked(status, content, pause, server)
+
+
+class ServerFault(Exception):
+    """The server failed for an unknown reason, which may be the request."""
+
+
+def _checked(status: int, content: bytes, pause: str | None, server: Server) -> bytes | None:
+    """Return the content of a response. Errors see `Servers.post`."""
+    if status == 200:
+        return content
+    text = _message(content)
+    if status in _FULL:
+        raise ServerFull(f"HTTP {status}: {text}", _seconds(pause))
+    if status in _GATEWAY:
+        raise ConnectionLost(f"HTTP {status}: {text}")
+    if status in _KEY:
+        found = "without a key" if not server.endpoint.api_key else "with its key"
+        raise TeacherSetupError(
+            f"{server.endpoint.url} refused a request {found} (HTTP {status}: {text})",
+            address=server.endpoint.url,
+            remedy="set api_key_env to the environment variable with the server's API key",
+        )
+    if status >= 500:
+        raise ServerFault(f"HTTP {status}: {text}")
+    if status in (404, 405) and "model" not in text.lower():
+        return None
+    raise TeacherRequestError(f"HTTP {status}: {text}", address=server.endpoint.url)
+
+
+def _message(content: bytes) -> str:
+    """Return the message of an error's body, cut to a readable length."""
+    text = " ".join(content.decode("utf-8", errors="replace").split())
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+
+
+def _seconds(pause: str | None) -> float | None:
+    """Return the value of a header ``Retry-After``: seconds, or a date. None if there is none, or it is invalid."""
+    if pause is None:
+        return None
+    try:
+        return max(0.0, float(pause))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(pause).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return None
+
+
+async def _ensure_verified(server: Server, verify: Callable[[Server], Awaitable[None]]) -> None:
+    if server.n_open == 1 and time.monotonic() - server.last_response > MAX_IDLE_S:
+        server.is_verified = False
+    if server.is_verified:
+        return
+    async with server.lock:  # one request verifies, the others wait
+        if not server.is_verified:
+            await verify(server)
+            server.is_verified = True
+
+
+def _as_error(fault: Exception, server: Server) -> TeacherError:
+    if isinstance(fault, TeacherError):
+        return fault.replaced(address=server.endpoint.url)
+    return TeacherRequestError(
+        f"failed {MAX_FAULTS} times: {short(fault)}", address=server.endpoint.url, remedy="see the log of the server"
+    )
