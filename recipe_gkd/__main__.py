@@ -18,6 +18,7 @@ COMMANDS = {
     "export": ("export", "write a checkpoint as a Hugging Face folder"),
     "evaluate": ("evaluate", "generate with vLLM, score with a reward function, and compare models"),
     "chat": ("chat", "talk to a student, and compare its responses with a teacher's"),
+    "record": ("record", "record a teacher's scores of reference responses, for training without a teacher"),
     "data": ("data", "data inspect FILE: show it as a run would read it; data prepare: convert raw files"),
     "gpu_smoke": ("gpu_smoke", "check the main parts on this machine's GPUs, with tiny models"),
 }

@@ -39,7 +39,7 @@ from recipe_gkd.config.load import read_config
 from recipe_gkd.config.stored import report_changes, stored_config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.data.prompts import PromptData, PromptLoader
-from recipe_gkd.data.rows import TRAINING, DataSet, read_data_set
+from recipe_gkd.data.rows import TRAINING, read_data_set
 from recipe_gkd.diagnostics.exit_messages import leave_dead_streams, report_error, report_saved_stop, report_stop
 from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.hybrid import teacher_asleep
@@ -48,10 +48,10 @@ from recipe_gkd.metrics.loggers.prometheus_logger import check_metrics_port
 from recipe_gkd.metrics.run_events import RunEvents
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import (
-    check_stop_ids,
-    check_teacher_prompts,
     check_teachers,
+    read_prompts,
     read_student,
+    read_teacher_prompts,
     with_model_path,
 )
 from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
@@ -64,9 +64,8 @@ from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_sign
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import run_until
 from recipe_gkd.runtime.wait_log import waiting_for
-from recipe_gkd.teachers.prompts import make_teacher_prompts
 from recipe_gkd.teachers.router import Teachers, open_teachers
-from recipe_gkd.teachers.routes import Routes, read_routes
+from recipe_gkd.teachers.routes import read_routes
 from recipe_gkd.teachers.worker_count import with_worker_count
 from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation import read_validation
@@ -170,14 +169,14 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
             stop_token_ids = check_teachers(teachers.clients, student, config)
         config = with_worker_count(config, teachers.clients)
         with waiting_for("start, tokenize the data", None, "the tokenizer"):
-            data = _read_data(config, data_set, student, stop_token_ids)
-            _read_teacher_prompts(config, data, routes, teachers, student)
+            data = read_prompts(config, data_set, student, stop_token_ids)
+            read_teacher_prompts(config, data, routes, teachers.clients, student)
         scorer = opened.enter_context(_open_scorer(config))
         truth_use: TruthUse = "unused" if scorer is None else scorer.truth_use
         validation = read_validation(config, student.tokenizer, truth_use=truth_use)
         if validation is not None and validation.routes is not None:
             of_validation = teachers.for_data(validation.routes)
-            _read_teacher_prompts(config, validation.data, validation.routes, of_validation, student)
+            read_teacher_prompts(config, validation.data, validation.routes, of_validation.clients, student)
         recover(folder.path)
         with waiting_for("start, read the model's weight files and the checkpoints", None, str(student.path)):
             plan = _plan_training(config, data, student, stop_token_ids)
@@ -202,21 +201,6 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         finally:
             _recover_at_the_end(folder.path)
         return stop.reason
-
-
-def _read_data(config: Config, data_set: DataSet, student: Student, stop_token_ids: Sequence[int]) -> PromptData:
-    ends = check_stop_ids(config, student, stop_token_ids)
-    with_references = config.gkd.sft_share > 0
-    return PromptData(data_set, config.data, student.tokenizer, with_references=with_references, stop_token_ids=ends)
-
-
-def _read_teacher_prompts(
-    config: Config, data: PromptData, routes: Routes, teachers: Teachers, student: Student
-) -> None:
-    """Add the prompts of teachers that do not see the student's, if there are any."""
-    if teachers.clients and (prompts := make_teacher_prompts(data, routes, config, student.tokenizer)):
-        check_teacher_prompts(teachers.clients, prompts.longest, config)
-        data.set_teacher_prompts(prompts.ids, prompts.fingerprint)
 
 
 def _plan_training(config: Config, data: PromptData, student: Student, stop_token_ids: Sequence[int]) -> TrainingPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +21,16 @@ from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.objective import max_scored_tokens
 from recipe_gkd.config.prompt_settings import prompt_settings
 from recipe_gkd.config.teachers import names
+from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.rows import DataSet
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.model_files import Student, check_tied_output_layer, check_weight_files, find_model, load_tokenizer
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
 from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
+from recipe_gkd.teachers.prompts import make_teacher_prompts
+from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
+from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.vocabularies import check_vocabulary
 from teacher.client import TeacherClient
 from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
@@ -232,7 +237,8 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
     if n_ids := check_vocabulary(label, info, student, config.actor_rollout_ref.teacher.vocabulary):
         client.restrict_ids(n_ids)
     _check_limits(name, label, info, config)
-    if config.gkd.distill_temperature != 1:  # some engines score at temperature 1 only, and refuse this request
+    # Some engines score at temperature 1 only, and refuse this request. A recording has checked its temperature.
+    if config.gkd.distill_temperature != 1 and not isinstance(client, RecordedTeacher):
         timeout_s = config.actor_rollout_ref.teacher.timeout_s
         if config.actor_rollout_ref.teacher.sleep_between_batches and isinstance(client, TeacherClient):
             client.wake(timeout_s)  # a run that was killed has left it asleep
@@ -244,6 +250,29 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
             raise timeout_error(name, timeout_s)
         request.result()
     return info
+
+
+def read_prompts(config: Config, data_set: DataSet, student: Student, stop_token_ids: Sequence[int]) -> PromptData:
+    """Tokenize the prompts of a run, and the reference responses if it trains on them.
+
+    Args:
+        stop_token_ids: Ids at which the teachers end a turn.
+
+    Raises:
+        DataError: A row cannot be used.
+    """
+    ends = check_stop_ids(config, student, stop_token_ids)
+    with_references = config.gkd.sft_share > 0
+    return PromptData(data_set, config.data, student.tokenizer, with_references=with_references, stop_token_ids=ends)
+
+
+def read_teacher_prompts(
+    config: Config, data: PromptData, routes: Routes, clients: Mapping[str, TeacherBackend], student: Student
+) -> None:
+    """Add the prompts of teachers that do not see the student's, if there are any. Errors: `check_teacher_prompts`."""
+    if clients and (prompts := make_teacher_prompts(data, routes, config, student.tokenizer)):
+        check_teacher_prompts(clients, prompts.longest, config)
+        data.set_teacher_prompts(prompts.ids, prompts.fingerprint)
 
 
 def check_teacher_prompts(clients: Mapping[str, TeacherBackend], longest: Mapping[str, int], config: Config) -> None:

@@ -29,7 +29,7 @@ def load_backend_class(spec: str) -> type[Any]:
         ConfigError: The file or the class does not exist, the class lacks a method, or a signature does not accept the
             arguments of `recipe_gkd.teachers.backends.TeacherBackend`.
     """
-    path, name = split_spec(spec, key=BACKEND, example="my_teacher.py:MyTeacher; or zmq, http or hf")
+    path, name = split_spec(spec, key=BACKEND, example="my_teacher.py:MyTeacher; or zmq, http, recorded or hf")
     backend_class = load_attribute(path, name, key=BACKEND)
     expected = f"expected a class with {', '.join(_CALLS)}"
     if not isinstance(backend_class, type):

@@ -79,5 +79,5 @@ def validates_kl(config: Config) -> bool:
     """Return True if validation reports KL divergences. By default it does if there is no reward function."""
     is_on = config.trainer.val_kl
     if is_on is None:
-        is_on = not has_reward(config)
+        is_on = not has_reward(config) and config.actor_rollout_ref.teacher.backend != "recorded"
     return is_on and uses_teacher(config.gkd) and runs_validation(config)

@@ -91,6 +91,8 @@ def teacher_problems(config: Config) -> Iterator[ConfigError]:
     yield from _backend_problems(teacher)
     if teacher.backend == "http":
         yield from _http_problems(config)
+    if teacher.backend == "recorded":
+        yield from _recording_problems(config)
     yield from _template_problems(teacher)
     for name, entry in teacher.teachers.items():
         if not _NAME.fullmatch(name):
@@ -130,6 +132,8 @@ def _backend_problems(teacher: TeacherConfig) -> Iterator[ConfigError]:
             remedy=f"leave {TEACHER}.teachers out, or set backend=zmq",
             keys=(f"{TEACHER}.backend", f"{TEACHER}.teachers"),
         )
+    if backend == "recorded":
+        return
     if backend != "hf":
         try:
             load_backend_class(backend)
@@ -185,6 +189,29 @@ def _http_problems(config: Config) -> Iterator[ConfigError]:
             f"{TEACHER}.api_key_env={teacher.api_key_env}: the environment variable is not set",
             remedy=f"export {teacher.api_key_env}=KEY before the start",
             keys=(f"{TEACHER}.api_key_env",),
+        )
+
+
+def _recording_problems(config: Config) -> Iterator[ConfigError]:
+    teacher, backend = config.actor_rollout_ref.teacher, f"{TEACHER}.backend"
+    if teacher.path is None:
+        yield ConfigError(
+            f"{backend}=recorded needs {TEACHER}.path, the folder of a recording",
+            remedy="make one with python -m recipe_gkd record",
+            keys=(backend, f"{TEACHER}.path"),
+        )
+    if config.gkd.sft_share != 1 or config.gkd.sft_target != "teacher":
+        yield ConfigError(
+            f"{backend}=recorded has the scores of reference responses only, but gkd.sft_share="
+            f"{config.gkd.sft_share:g} and gkd.sft_target={config.gkd.sft_target}",
+            remedy="set gkd.sft_share=1 and gkd.sft_target=teacher, or use another backend for sampled responses",
+            keys=("gkd.sft_share", "gkd.sft_target", backend),
+        )
+    if config.trainer.val_kl:
+        yield ConfigError(
+            f"trainer.val_kl=true with {backend}=recorded: responses of a validation are sampled, and have no scores",
+            remedy="set trainer.val_kl=null",
+            keys=("trainer.val_kl", backend),
         )
 
 

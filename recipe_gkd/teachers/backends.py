@@ -3,6 +3,7 @@
 ======================  ==========================================================================
 ``zmq``                 `TeacherClient` of a teacher service, local or on another machine
 ``http``                `HttpTeacherClient` of servers started with ``vllm serve`` or SGLang
+``recorded``            `RecordedTeacher`, scores on disk
 ``hf``                  `HfTeacher`, a transformers model in the driver process
 ``FILE.py:Class``       a class of the user that implements `TeacherBackend`, in a `CustomBackend`
 ======================  ==========================================================================
@@ -14,12 +15,14 @@ import asyncio
 import os
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.teachers import addresses, auth_dirs, n_connections, urls
 from recipe_gkd.model_files import find_model
 from recipe_gkd.teachers.custom_backend import CustomBackend
+from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
 from teacher.client import TeacherClient
 from teacher.errors import TeacherTimeout
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
@@ -157,6 +160,10 @@ def open_backend(config: Config, name: str) -> TeacherBackend:
                 served_model_name=teacher.served_model_name,
                 n_connections=teacher.n_connections or DEFAULT_REQUESTS_PER_SERVER,
             ).open()
+        case "recorded":
+            assert teacher.path is not None, "validated with the configuration"
+            temperature = config.gkd.distill_temperature
+            return RecordedTeacher(Path(teacher.path), top_k=teacher.top_k, temperature=temperature)
         case "hf":
             from recipe_gkd.teachers.hf_teacher import HfTeacher  # imports torch and transformers
 

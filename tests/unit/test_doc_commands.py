@@ -123,7 +123,8 @@ RULES: dict[str, tuple[str, Callable[[list[str], list[str]], None]]] = {
     "file": (r"\S*python3? (?=benchmarks/|docs/examples/|examples/)", check_file),
     "fuzz": (r"\S*python3? -m (?=pytest tests/fuzz |tests\.fuzz )", check_fuzz),
     "system": (
-        r"(?:python3\.\d+ -m venv|source|export|ray|scp|cp|install|systemctl|kubectl|docker|pre-commit|mv|'\(sed') ",
+        r"(?:python3\.\d+ -m venv|source|export|ray|scp|cp|install|systemctl|kubectl|docker|pre-commit|mv|'\(sed'"
+        r"|vllm serve|curl) ",
         nothing,
     ),
 }

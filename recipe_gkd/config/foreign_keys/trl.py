@@ -18,9 +18,13 @@ TRL = Project(
         other(
             "teacher_model_server_url",
             "use_teacher_server",
+            advice=f"`{TEACHER}.backend=http` with `{TEACHER}.url`, or our own service: `{TEACHER}.server_ip` and "
+            f"`{TEACHER}.server_port`",
+        ),
+        other(
             "teacher_model_init_kwargs",
             "teacher_model_revision",
-            advice=f"`{TEACHER}.server_ip` and `{TEACHER}.server_port`: our own service, not an HTTP server",
+            advice="options of the teacher's service or server",
         ),
         other("lmbda", advice="`gkd.sft_share` = 1 - `lmbda`, with `gkd.sft_target=teacher`", fixed=("1", "1.0")),
         other(

@@ -13,6 +13,7 @@ from recipe_gkd.config.schema.fields import STRICT, SourcePath, UserPath, key, n
 from recipe_gkd.config.schema.unused import (
     NAMED_TEACHERS,
     NO_HTTP_SERVER,
+    NO_RECORDING,
     NO_SCORING_WORKERS,
     NO_SERVICE,
     NO_TEACHER,
@@ -66,7 +67,8 @@ class TeacherConfig:
     """Teacher service, section ``actor_rollout_ref.teacher``."""
 
     backend: SourcePath = key(
-        "Teacher backend. `zmq`: a teacher service. `http`: servers started with `vllm serve` or SGLang. `hf`: a "
+        "Teacher backend. `zmq`: a teacher service. `http`: servers started with `vllm serve` or SGLang. `recorded`: "
+        "scores of the reference responses that `python -m recipe_gkd record` has written, without a teacher. `hf`: a "
         "transformers model in the driver process, for small teachers, tests and debugging. `FILE.py:Class`: a class "
         "that implements `recipe_gkd.teachers.backends.TeacherBackend`."
     )
@@ -84,6 +86,7 @@ class TeacherConfig:
         "Name of the environment variable with the API key of the HTTP servers. null: no key.",
         refused=[NO_HTTP_SERVER],
     )
+    path: UserPath | None = key("Folder of the recording for `backend=recorded`.", refused=[NO_RECORDING])
     served_model_name: str | None = key(
         "Name of the teacher among the models of the HTTP servers. null: the only model that is no adapter.",
         refused=[NO_HTTP_SERVER],

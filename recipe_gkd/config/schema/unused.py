@@ -86,15 +86,24 @@ NAMED_TEACHERS = needs(  # Hydra merges mappings, so that {} changes nothing
 NO_MEGATRON = needs(lambda config: config.actor_rollout_ref.actor.strategy, "megatron")
 NO_FSDP = needs(lambda config: config.actor_rollout_ref.actor.strategy, "fsdp")
 NO_SERVICE = UnusedWhen(
-    lambda config: config.actor_rollout_ref.teacher.backend in ("hf", "http"),
+    lambda config: config.actor_rollout_ref.teacher.backend in ("hf", "http", "recorded"),
     lambda config: config.actor_rollout_ref.teacher.backend,
     "zmq",
 )
-NO_SCORING_WORKERS = unused_with(lambda config: config.actor_rollout_ref.teacher.backend, "hf", "zmq")
+NO_SCORING_WORKERS = UnusedWhen(
+    lambda config: config.actor_rollout_ref.teacher.backend in ("hf", "recorded"),
+    lambda config: config.actor_rollout_ref.teacher.backend,
+    "zmq",
+)
 NO_HTTP_SERVER = UnusedWhen(
-    lambda config: config.actor_rollout_ref.teacher.backend in ("hf", "zmq"),
+    lambda config: config.actor_rollout_ref.teacher.backend in ("hf", "zmq", "recorded"),
     lambda config: config.actor_rollout_ref.teacher.backend,
     "http",
+)
+NO_RECORDING = UnusedWhen(
+    lambda config: config.actor_rollout_ref.teacher.backend in ("hf", "zmq", "http"),
+    lambda config: config.actor_rollout_ref.teacher.backend,
+    "recorded",
 )
 GREEDY = unused_with(lambda config: config.actor_rollout_ref.rollout.temperature, 0, "1")
 GREEDY_VALIDATION = unused_with(lambda config: config.actor_rollout_ref.rollout.val_kwargs.temperature, 0, "1")
