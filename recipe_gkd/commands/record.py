@@ -34,7 +34,7 @@ from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.preflight import check_teachers, read_prompts, read_student, read_teacher_prompts
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
-from recipe_gkd.teachers.recorded.layout import Source
+from recipe_gkd.teachers.recorded.layout import RecordingSource
 from recipe_gkd.teachers.recorded.writer import RecordingWriter
 from recipe_gkd.teachers.router import Teachers, open_teachers
 from recipe_gkd.teachers.routes import Routes
@@ -177,9 +177,9 @@ async def _score(data: PromptData, teachers: Teachers, start: int) -> list[Sampl
     return await teachers.score([(prompt, data.reference_response(prompt, 0)) for prompt in prompts], 0)
 
 
-def _source(config: Config, info: TeacherInfo, data: PromptData, dtype: str) -> Source:
+def _source(config: Config, info: TeacherInfo, data: PromptData, dtype: str) -> RecordingSource:
     teacher = config.actor_rollout_ref.teacher
-    return Source(
+    return RecordingSource(
         model_name=info.model_name,
         engine=info.engine,
         vocab_size=info.vocab_size,

@@ -71,6 +71,8 @@ TEACHER_PARTS = {
 """Further modules of ``teacher`` that each part may import."""
 ARROW_WRITERS = {"recipe_gkd/commands/data/prepare.py", "recipe_gkd/addition/task.py"}
 """Modules that write parquet files."""
+RECORDINGS = "recipe_gkd/teachers/recorded/"
+"""Package of a format on disk that consists of parquet files."""
 SLEEP = re.compile(r"""(?<!\w)sleep(?:\(|", "| )(\d+)\b(?![._])""")
 RAY_FREE = ("errors", "runtime", "losses", "config", "data", "pipeline", "actor", "rollout", "weight_sync", "metrics")
 
@@ -278,6 +280,7 @@ class TestImports:
             name
             for name in PYTHON_FILES
             if name.startswith("recipe_gkd/") and any(module.split(".")[0] == "pyarrow" for module in imports_of(name))
+            if not name.startswith(RECORDINGS)
         }
         assert found == {"recipe_gkd/data/arrow_rows.py", *ARROW_WRITERS}
 

@@ -50,7 +50,7 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class RecordingSource:
     """Everything that determines the rows of a recording.
 
     Attributes:
@@ -112,7 +112,7 @@ class Manifest:
     """
 
     format_version: int = FORMAT_VERSION
-    source: Source
+    source: RecordingSource
     shards: tuple[Shard, ...] = ()
 
     @property

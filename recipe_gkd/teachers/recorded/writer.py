@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from recipe_gkd.errors import DataError
 from recipe_gkd.runtime.durable_files import sync_file, sync_folder
-from recipe_gkd.teachers.recorded.layout import Manifest, Shard, Source, read_manifest, schema
+from recipe_gkd.teachers.recorded.layout import Manifest, RecordingSource, Shard, read_manifest, schema
 
 ROW_GROUP_BYTES = 1 << 20
 """Size of a row group, which is read as a whole for a single response."""
@@ -33,7 +33,7 @@ class RecordingWriter:
         n_done: Number of responses that are recorded.
     """
 
-    def __init__(self, folder: Path, source: Source) -> None:
+    def __init__(self, folder: Path, source: RecordingSource) -> None:
         """Open a new or an interrupted recording, and delete incomplete files.
 
         Raises:
@@ -92,7 +92,7 @@ def _table(samples: Sequence[Sample], columns: pa.Schema, dtype: np.dtype) -> pa
     return pa.table({name: pa.array(values, columns.field(name).type) for name, values in rows.items()}, columns)
 
 
-def _difference(found: Source, expected: Source) -> str:
+def _difference(found: RecordingSource, expected: RecordingSource) -> str:
     """Return the first properties that differ, with both values."""
     ours, theirs = asdict(expected), asdict(found)
     pairs = [f"{name} is {theirs[name]!r}, expected {value!r}" for name, value in ours.items() if theirs[name] != value]

@@ -15,7 +15,7 @@ from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.errors import DataError
 from recipe_gkd.teachers.hf_teacher import HfTeacher
 from recipe_gkd.teachers.recorded import writer as writer_module
-from recipe_gkd.teachers.recorded.layout import MANIFEST, Source
+from recipe_gkd.teachers.recorded.layout import MANIFEST, RecordingSource
 from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
 from recipe_gkd.teachers.recorded.writer import RecordingWriter
 from teacher.errors import TeacherError, TeacherRequestError, TeacherSetupError
@@ -26,7 +26,7 @@ from tests._support.waiting import PATIENCE_S
 
 K = 4
 N_SAMPLES = 11
-SOURCE = Source(
+SOURCE = RecordingSource(
     model_name="m",
     engine="e",
     vocab_size=50,
@@ -71,7 +71,7 @@ def sequence_of(sample: Sample, n_response: int | None = None) -> TeacherSequenc
     return TeacherSequence(ids, len(sample.prompt.ids))
 
 
-def record(folder: Path, source: Source = SOURCE, n_samples: int = N_SAMPLES, rows_per_file: int = 4) -> Path:
+def record(folder: Path, source: RecordingSource = SOURCE, n_samples: int = N_SAMPLES, rows_per_file: int = 4) -> Path:
     writer = RecordingWriter(folder, source)
     for start in range(writer.n_done, n_samples, rows_per_file):
         writer.write(SAMPLES[start : min(start + rows_per_file, n_samples)])
