@@ -11,8 +11,11 @@ Tail modes (``gkd.tail``):
   may be negative, and except for ``jsd``, ``tvd`` and ``kl_rkl`` with ``rkl_ratio=0.5`` its minimum is not at q = p.
   Forward KL pulls all mass of q onto the support. Reverse KL, with its minimum at q = p / e on each id, pushes most
   of it off.
+- ``generalized``: As ``none``, with the generalized KL of measures that do not sum to 1, sum(p (log p - log q) - p + q)
+  (arXiv:2606.30406; Csiszar 1991). It is at least 0, and 0 only at q = p on the support; the mass of the tail has no
+  term. ``jsd`` and ``tvd`` are those of ``none``.
 
-If the support is the whole vocabulary there is no tail, and the three modes are equal.
+If the support is the whole vocabulary there is no tail, and all modes are equal.
 
 Shape suffixes: T positions, K support ids, B = K + 1 buckets (tail last), C outcomes: B or K, by mode.
 """
@@ -26,7 +29,7 @@ from torch import Tensor
 
 from recipe_gkd.errors import ConfigError
 
-TAIL_MODES = ("bucket", "renormalize", "none")
+TAIL_MODES = ("bucket", "renormalize", "none", "generalized")
 
 # Lower bound of the teacher's tail if some id is outside the support. It is half the distance from 1 to the next
 # smaller float32 number; float32 log-probabilities cannot resolve less. Without it reverse KL could be infinite.
@@ -42,12 +45,14 @@ class BucketedDistributions:
         log_p_TC: Their logarithms.
         log_q_TC: Log-probabilities of the student. Differentiable.
         valid_TC: True for the outcomes that exist, bool.
+        is_generalized: True if a KL divergence has the terms of measures that do not sum to 1.
     """
 
     p_TC: Tensor
     log_p_TC: Tensor
     log_q_TC: Tensor
     valid_TC: Tensor
+    is_generalized: bool = False
 
     @property
     def q_TC(self) -> Tensor:
@@ -98,6 +103,7 @@ def bucketed_distributions(
         log_p_TC=log_p_TC.where(valid_TC, 0),
         log_q_TC=log_q_TC.where(valid_TC, 0),
         valid_TC=valid_TC,
+        is_generalized=tail == "generalized",
     )
 
 

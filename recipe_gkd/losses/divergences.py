@@ -50,7 +50,7 @@ def forward_kl(distributions: BucketedDistributions) -> Tensor:
     Returns:
         Divergence in nats, [T].
     """
-    return (distributions.p_TC * (distributions.log_p_TC - distributions.log_q_TC)).sum(1)
+    return _kl(distributions, distributions.p_TC, distributions.log_p_TC, distributions.log_q_TC)
 
 
 @register_divergence("reverse_kl")
@@ -60,7 +60,7 @@ def reverse_kl(distributions: BucketedDistributions) -> Tensor:
     Returns:
         Divergence in nats, [T].
     """
-    return (distributions.q_TC * (distributions.log_q_TC - distributions.log_p_TC)).sum(1)
+    return _kl(distributions, distributions.q_TC, distributions.log_q_TC, distributions.log_p_TC)
 
 
 @register_divergence("jsd")
@@ -79,8 +79,8 @@ def jsd(distributions: BucketedDistributions, *, beta: float = 0.5) -> Tensor:
         Divergence in nats, [T].
     """
     log_m_TC = _log_mixture(distributions, beta)
-    p_to_m_T = (distributions.p_TC * (distributions.log_p_TC - log_m_TC)).sum(1)
-    q_to_m_T = (distributions.q_TC * (distributions.log_q_TC - log_m_TC)).sum(1)
+    p_to_m_T = _kl(distributions, distributions.p_TC, distributions.log_p_TC, log_m_TC)
+    q_to_m_T = _kl(distributions, distributions.q_TC, distributions.log_q_TC, log_m_TC)
     return beta * p_to_m_T + (1 - beta) * q_to_m_T
 
 
@@ -111,7 +111,8 @@ def skewed_forward_kl(distributions: BucketedDistributions, *, skew_alpha: float
     Returns:
         Divergence in nats, [T].
     """
-    return (distributions.p_TC * (distributions.log_p_TC - _log_mixture(distributions, skew_alpha))).sum(1)
+    log_m_TC = _log_mixture(distributions, skew_alpha)
+    return _kl(distributions, distributions.p_TC, distributions.log_p_TC, log_m_TC)
 
 
 @register_divergence("skewed_reverse_kl")
@@ -127,7 +128,8 @@ def skewed_reverse_kl(distributions: BucketedDistributions, *, skew_alpha: float
     Returns:
         Divergence in nats, [T].
     """
-    return (distributions.q_TC * (distributions.log_q_TC - _log_mixture(distributions, 1 - skew_alpha))).sum(1)
+    log_m_TC = _log_mixture(distributions, 1 - skew_alpha)
+    return _kl(distributions, distributions.q_TC, distributions.log_q_TC, log_m_TC)
 
 
 @register_divergence("tvd")
@@ -138,6 +140,21 @@ def tvd(distributions: BucketedDistributions) -> Tensor:
         Distance, between 0 and 1, [T].
     """
     return 0.5 * (distributions.p_TC - distributions.q_TC).abs().sum(1)
+
+
+def _kl(distributions: BucketedDistributions, a_TC: Tensor, log_a_TC: Tensor, log_b_TC: Tensor) -> Tensor:
+    """Return KL(A || B) = sum(a (log a - log b)), and for the generalized form also sum(b - a).
+
+    Args:
+        distributions: Outcomes, and the form.
+        a_TC: Probabilities; 0 for an invalid outcome.
+        log_a_TC: Their logarithms; 0 for an invalid outcome.
+        log_b_TC: Log-probabilities of the other distribution; 0 for an invalid outcome.
+    """
+    kl_T = (a_TC * (log_a_TC - log_b_TC)).sum(1)
+    if not distributions.is_generalized:
+        return kl_T
+    return kl_T + (log_b_TC.exp() * distributions.valid_TC - a_TC).sum(1)
 
 
 def _log_mixture(distributions: BucketedDistributions, teacher_weight: float) -> Tensor:

@@ -52,10 +52,13 @@ def divergence_of(p_C: Tensor, log_q_C: Tensor, divergence: Divergence) -> Tenso
         return (teacher_weight * p_C + (1 - teacher_weight) * q_C).log()
 
     def kl_from_p(log_other_C: Tensor) -> Tensor:
-        return (p_C * (log_p_C - log_other_C)).sum()
+        return (p_C * (log_p_C - log_other_C)).sum() + of_measures(p_C, log_other_C)
 
     def kl_from_q(log_other_C: Tensor) -> Tensor:
-        return (q_C * (log_q_C - log_other_C)).sum()
+        return (q_C * (log_q_C - log_other_C)).sum() + of_measures(q_C, log_other_C)
+
+    def of_measures(one_C: Tensor, log_other_C: Tensor) -> Tensor:
+        return (log_other_C.exp() - one_C).sum() * (divergence.tail == "generalized")
 
     values = {"beta": 0.5, "rkl_ratio": 0.5, "skew_alpha": 0.1} | dict(divergence.parameters)
     b, r, a = values["beta"], values["rkl_ratio"], values["skew_alpha"]

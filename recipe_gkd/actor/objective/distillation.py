@@ -84,7 +84,10 @@ class DistillationTerm:
         buckets, stats = inputs.buckets, inputs.stats
         if self.gkd.tail != "bucket":
             buckets = bucketed_distributions(stats.log_mass_TB, inputs.batch.logps_TK, inputs.valid_TK, self.gkd.tail)
-        return get_divergence(self.gkd.distill_loss_type)(buckets, values=vars(self.gkd)).to(stats.sampled_logp_T.dtype)
+        loss_T: Tensor = get_divergence(self.gkd.distill_loss_type)(buckets, values=vars(self.gkd))
+        if self.gkd.token_clip is not None:  # A bound of each outcome's term could invert the gradient.
+            loss_T = loss_T.clamp(max=self.gkd.token_clip)
+        return loss_T.to(stats.sampled_logp_T.dtype)
 
     def _sampled_token_loss(self, inputs: DistillationInputs) -> Tensor:
         gkd, batch, logp_T = self.gkd, inputs.batch, inputs.stats.sampled_logp_T

@@ -122,6 +122,10 @@ _POLICY_MEANS = (
 _REFERENCE_MEANS = (TokenMean("actor/sft_loss", ALL, lambda values: values.losses["sft"]),)
 
 
+def _clipped(token_clip: float) -> TokenMean:
+    return TokenMean("actor/kl_clipfrac", SCORED, lambda values: values.losses["kl"] >= token_clip)
+
+
 def token_means(gkd: GkdConfig, teachers: Sequence[str]) -> list[TokenMean]:
     """Return the metrics of a configuration.
 
@@ -133,6 +137,7 @@ def token_means(gkd: GkdConfig, teachers: Sequence[str]) -> list[TokenMean]:
         ConfigError: A metric of the custom loss has the name of another metric.
     """
     found = [*_MEANS, _above_cap(gkd.importance_cap)]
+    found += [_clipped(gkd.token_clip)] if gkd.token_clip is not None else []
     found += [*_POLICY_MEANS] if gkd.use_rl_loss else []
     found += [*_REFERENCE_MEANS] if gkd.sft_share else []
     found += [_kl_of_teacher(number, name) for number, name in enumerate(teachers)]

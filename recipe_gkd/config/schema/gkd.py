@@ -80,8 +80,16 @@ class GkdConfig:
     )
     tail: TailMode = key(
         "Ids outside the teacher's top-k. `bucket` merges them into one outcome; `renormalize` omits them and divides "
-        "both distributions by their remaining mass (biased); `none` omits them from the sum (biased).",
+        "both distributions by their remaining mass (biased); `none` omits them from the sum (biased); `generalized` "
+        "does too, with the generalized KL divergence, which is minimal where student and teacher are equal.",
         unused=[NO_TEACHER, CUSTOM_LOSS, SAMPLED_TOKEN_LOSS],
+    )
+    token_clip: float | None = key(
+        "Upper bound of the divergence of a token, in nats. A token above it has this loss and no gradient, so that "
+        "single tokens do not dominate an update. null: no bound.",
+        unused=[NO_TEACHER, CUSTOM_LOSS, SAMPLED_TOKEN_LOSS],
+        gt=0,
+        le=MAX_COEFFICIENT,
     )
     beta: float = key(
         "Weight of the teacher in the mixture of `jsd`. Near 0 the loss is about `beta` times forward KL, near 1 about "

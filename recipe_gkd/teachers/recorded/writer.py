@@ -16,7 +16,7 @@ from recipe_gkd.errors import DataError
 from recipe_gkd.runtime.durable_files import sync_file, sync_folder
 from recipe_gkd.teachers.recorded.layout import Manifest, RecordingSource, Shard, read_manifest, schema
 
-ROW_GROUP_BYTES = 1 << 20
+ROW_GROUP_BYTES = 128 << 10
 """Size of a row group, which is read as a whole for a single response."""
 
 

@@ -35,6 +35,8 @@ def plain_objective(gkd: GkdConfig, samples: Sequence[tuple[Sample, Tensor]]) ->
     terms = {"distill": mean(gkd, distill), "pg": mean(gkd, policy), "sft": mean(gkd, cross_entropy)}
     loss = gkd.distill_loss_coef * terms["distill"]
     found = {"actor/distill_loss": terms["distill"], "actor/kl_loss": torch.cat(distill).mean()}
+    if gkd.token_clip is not None:
+        found["actor/kl_clipfrac"] = (torch.cat(distill) >= gkd.token_clip).double().mean()
     if gkd.use_rl_loss:
         loss = loss + gkd.rl_loss_coef * terms["pg"]
         found["actor/pg_loss"] = terms["pg"]
@@ -73,7 +75,8 @@ def distillation(gkd: GkdConfig, sample: Sample, logits_TV: Tensor, log_q_T: Ten
         temperature=gkd.distill_temperature,
         parameters={"beta": gkd.beta, "rkl_ratio": gkd.rkl_ratio, "skew_alpha": gkd.skew_alpha},
     )
-    return divergence_of(sample, logits_TV, divergence)
+    loss_T = divergence_of(sample, logits_TV, divergence)
+    return loss_T if gkd.token_clip is None else loss_T.clamp(max=gkd.token_clip)
 
 
 def divergence_of(sample: Sample, logits_TV: Tensor, divergence: Divergence) -> Tensor:

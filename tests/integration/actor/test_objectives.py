@@ -41,6 +41,8 @@ OBJECTIVES: dict[str, list[str]] = {
     "mixture of KLs at temperature 0.7": ["gkd.distill_loss_type=kl_rkl", "gkd.distill_temperature=0.7"],
     "skewed forward KL": ["gkd.distill_loss_type=skewed_forward_kl"],
     "skewed reverse KL": ["gkd.distill_loss_type=skewed_reverse_kl"],
+    "generalized reverse KL, clipped": ["gkd.distill_loss_type=reverse_kl", "gkd.tail=generalized",
+                                        "gkd.token_clip=0.4"],
     "total variation": ["gkd.distill_loss_type=tvd"],
     "k1, truncated, expected baseline": ["gkd.distill_loss_type=k1", "gkd.importance_cap=1.2"],
     "k1, baseline of the group": ["gkd.distill_loss_type=k1", "gkd.baseline=group", RL[-1]],

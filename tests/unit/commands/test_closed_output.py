@@ -20,6 +20,7 @@ import pytest
 
 from recipe_gkd.__main__ import COMMANDS, main
 from recipe_gkd.commands import check_devices
+from recipe_gkd.commands import record as record_command
 from recipe_gkd.commands.chat import command as chat_command
 from recipe_gkd.commands.evaluate import command as evaluate_command
 from recipe_gkd.commands.export import command as export_command
@@ -85,6 +86,12 @@ def export(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
     return [str(folder), str(folder / "out")]
 
 
+def record(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    patch.setattr(record_command, "record", lambda *_: print("progress\n" * 10_000))
+    given = ["data.train_files=x", "data.response_key=answer", "actor_rollout_ref.model.path=x"]
+    return ["--out", str(folder / "recording"), *given]
+
+
 def evaluate(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
     for name in ("config.json", "tokenizer_config.json"):
         (folder / name).write_text("{}")
@@ -115,6 +122,7 @@ OUTPUTS: dict[str, Callable[[Path, pytest.MonkeyPatch], list[str]]] = {
     "plan": plan,
     "report": report,
     "export": export,
+    "record": record,
     "evaluate": evaluate,
     "chat": chat,
     "data": data,

@@ -90,6 +90,7 @@ VALUES = {
     f"{TEACHER}.top_k": "8",
     f"{TEACHER}.auth_dir": "keys",
     "gkd.max_loss_position": "8",
+    "gkd.token_clip": "2.0",
     "custom_reward_function.path": "reward.py",
     "custom_reward_function.kwargs": "{scale: 2}",
     "custom_reward_function.on_failure": "skip",

@@ -68,6 +68,15 @@ class TestTailModes:
         mass, mass_before = (rows.softmax(1).gather(1, support).sum(1) for rows in (moved, logits))
         assert ((mass > mass_before) == mass_increases).all()
 
+    @pytest.mark.parametrize("kind", [kind for kind in divergence_names() if kind != "tvd"])
+    def test_generalized_is_positive_except_for_an_equal_student(self, kind: str) -> None:
+        """The minimum is at q = p on the support, which the tail mode ``none`` does not have."""
+        student, log_p = random_pair()
+        divergence = Divergence(kind=kind, tail="generalized")
+        assert (divergence_of(student, log_p, divergence, k=3) > 0).all()
+        value, gradient = value_and_gradient(log_p, log_p, divergence, k=3)
+        assert value.abs().max() < 1e-12 and gradient.abs().max() < 1e-12
+
 
 class TestValues:
     def test_kl_of_whole_vocabulary_equals_torch_kl_div(self) -> None:
