@@ -148,15 +148,17 @@ async def _write_all(
 ) -> None:
     began, first = time.monotonic(), writer.n_done
     samples: list[Sample] = []
-    async for scored in _scored(config, data, teachers, first):
-        samples += scored
-        while len(samples) >= rows_per_file:
-            writer.write(samples[:rows_per_file])
-            del samples[:rows_per_file]
-            rate = (writer.n_done - first) / (time.monotonic() - began)
-            print(f"{writer.n_done} of {len(data)} responses, {rate:.1f}/s", flush=True)
-    if samples:
-        writer.write(samples)
+    try:
+        async for scored in _scored(config, data, teachers, first):
+            samples += scored
+            while len(samples) >= rows_per_file:
+                writer.write(samples[:rows_per_file])
+                del samples[:rows_per_file]
+                rate = (writer.n_done - first) / (time.monotonic() - began)
+                print(f"{writer.n_done} of {len(data)} responses, {rate:.1f}/s", flush=True)
+    finally:  # also after Ctrl-C and a failure of the teacher
+        if samples:
+            writer.write(samples)
 
 
 async def _scored(config: Config, data: PromptData, teachers: Teachers, first: int) -> AsyncIterator[list[Sample]]:

@@ -13,10 +13,11 @@ States of a server and their transitions::
 outcome of a request                           reaction
 =============================================  ====================================================================
 connection lost, 429, 502, 503, 504            repeated until the deadline, at another server if there is one
+no response until the deadline                 `TeacherTimeout`; the server is verified before its next request
 500, truncated or invalid JSON                 repeated, at most `MAX_FAULTS` times in all
-400, 404 and other refusals                    `TeacherRequestError`
-401, 403                                       `TeacherSetupError`
-deadline                                       `TeacherUnreachable` if no server could be reached, `TeacherTimeout`
+400 and other refusals                         `TeacherRequestError`
+401, 403; 404 for the model                    `TeacherSetupError`; `TeacherChanged`
+deadline after failures                        `TeacherUnreachable` if no server could be reached, `TeacherTimeout`
 =============================================  ====================================================================
 """
 
@@ -34,6 +35,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from teacher.errors import (
+    TeacherChanged,
     TeacherError,
     TeacherProtocolError,
     TeacherRequestError,
@@ -52,6 +54,8 @@ MAX_FAULTS = 3
 MAX_IDLE_S = 5.0
 """Time without a response after which a server is verified again. No server restarts in a shorter time."""
 CONNECT_TIMEOUT_S = 10.0
+VERIFY_TIMEOUT_S = 60.0
+"""Time limit of a verification, after which another server is tried."""
 FIRST_PAUSE_S = 0.25
 MAX_PAUSE_S = 10.0
 _FULL = (429, 503)
@@ -145,7 +149,7 @@ class Servers:
         Raises:
             TeacherError: See the module.
         """
-        faults, last = 0, ""
+        faults, last, server = 0, "", None
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())), self._free:
                 while True:
@@ -175,7 +179,11 @@ class Servers:
                     finally:
                         server.n_open -= 1
         except TimeoutError:
-            raise self._late(last, timeout_s) from None
+            error = self._late(last, timeout_s)
+            if server is not None:  # it may hang
+                server.is_verified = False
+                server.pause()
+            raise error from None
 
     async def _next(self) -> Server:
         """Return the server with the fewest open requests. If all are paused, wait for the first."""
@@ -252,8 +260,11 @@ def _checked(status: int, content: bytes, pause: str | None, server: Server) -> 
         )
     if status >= 500:
         raise ServerFault(f"HTTP {status}: {text}")
-    if status in (404, 405) and "model" not in text.lower():
-        return None
+    if status in (404, 405):
+        if "model" not in text.lower():
+            return None
+        what = f"{server.endpoint.url} refused the model of the request (HTTP {status}: {text})"
+        raise TeacherChanged(what, address=server.endpoint.url)
     raise TeacherRequestError(f"HTTP {status}: {text}", address=server.endpoint.url)
 
 
@@ -283,9 +294,16 @@ async def _ensure_verified(server: Server, verify: Callable[[Server], Awaitable[
     if server.is_verified:
         return
     async with server.lock:  # one request verifies, the others wait
-        if not server.is_verified:
-            await verify(server)
-            server.is_verified = True
+        if server.is_verified:
+            return
+        try:
+            async with asyncio.timeout(VERIFY_TIMEOUT_S) as limit:
+                await verify(server)
+        except TimeoutError:
+            if limit.expired():
+                raise ConnectionLost(f"it was not verified within {VERIFY_TIMEOUT_S:g} s") from None
+            raise
+        server.is_verified = True
 
 
 def _as_error(fault: Exception, server: Server) -> TeacherError:

@@ -229,6 +229,24 @@ class TestFailures:
             with raises(TeacherTimeout, stage="sent"):
                 score(client, timeout_s=0.5)
 
+    def test_missing_model_is_a_changed_teacher(self) -> None:
+        with table_server() as server, client_of(server) as client:
+            client.hello()
+            server.failures = [(404, {}, b'{"error": {"message": "The model `table` does not exist."}}')]
+            with raises(TeacherChanged):
+                score(client)
+
+    def test_server_that_hangs_is_left_out_after_a_missed_deadline(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(servers_module, "VERIFY_TIMEOUT_S", 0.5)
+        with table_server() as hung, table_server() as other, client_of(hung, other) as client:
+            client.hello()
+            hung.delay_s = 3600.0
+            with raises(TeacherTimeout):
+                score(client, *[SEQUENCE] * 4, timeout_s=2.0)
+            for _ in range(3):
+                for result in score(client, *[SEQUENCE] * 4):
+                    check_row(result)
+
     def test_requests_of_a_lost_server_go_to_another(self) -> None:
         first, second = TableServer(free_port()), TableServer(free_port())
         with running(second), running(first), client_of(first, second) as client:

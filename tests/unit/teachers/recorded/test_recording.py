@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from recipe_gkd.commands import record as record_command
 from recipe_gkd.commands.record import main
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.errors import DataError
 from recipe_gkd.teachers.hf_teacher import HfTeacher
 from recipe_gkd.teachers.recorded import writer as writer_module
-from recipe_gkd.teachers.recorded.layout import MANIFEST, RecordingSource
+from recipe_gkd.teachers.recorded.layout import MANIFEST, RecordingSource, read_manifest
 from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
 from recipe_gkd.teachers.recorded.writer import RecordingWriter
-from teacher.errors import TeacherError, TeacherRequestError, TeacherSetupError
+from teacher.errors import TeacherError, TeacherRequestError, TeacherSetupError, TeacherUnavailable
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import CONFIG_NAME
 from tests._support.errors import raises
@@ -201,17 +203,41 @@ class TestDamage:
 
 
 class TestCommand:
-    def test_recorded_rows_equal_the_teachers(self, tiny_qwen2: Path, tmp_path: Path) -> None:
-        data, folder = tmp_path / "data.jsonl", tmp_path / "recording"
+    @pytest.fixture
+    def arguments(self, tiny_qwen2: Path, tmp_path: Path) -> list[str]:
+        """Arguments that record 40 rows in ``tmp_path / "recording"``."""
+        data = tmp_path / "data.jsonl"
         rows = [{"prompt": "ab" * (i % 5 + 1), "answer": "xyz"[i % 3] * (i % 7 + 1)} for i in range(40)]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        arguments = [
-            *("--config-name", CONFIG_NAME, "--out", str(folder), "--rows-per-file", "16"),
+        return [
+            *("--config-name", CONFIG_NAME, "--out", str(tmp_path / "recording"), "--rows-per-file", "16"),
             *(f"data.train_files={data}", "data.response_key=answer", "data.max_prompt_length=16"),
             *("data.max_response_length=16", f"actor_rollout_ref.model.path={tiny_qwen2}", "trainer.device=cpu"),
             *("actor_rollout_ref.teacher.backend=hf", f"actor_rollout_ref.teacher.model_path={tiny_qwen2}"),
             "actor_rollout_ref.teacher.top_k=8",
         ]
+
+    def test_scored_rows_are_kept_if_the_teacher_fails(
+        self, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        original = record_command._score
+
+        async def score(data: Any, teachers: Any, start: int) -> list[Sample]:
+            if start >= 32:
+                raise TeacherUnavailable("gone")
+            return await original(data, teachers, start)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(record_command, "_score", score)
+            patch.setattr(record_command, "REQUESTS_PER_WORKER", 1)
+            assert main([*arguments, "--rows-per-file", "100"]) == 1
+        recorded = read_manifest(tmp_path / "recording")
+        assert recorded is not None and recorded.n_rows == 32
+        assert main(arguments) == 0
+        RecordedTeacher(tmp_path / "recording", top_k=8).close()
+
+    def test_recorded_rows_equal_the_teachers(self, arguments: list[str], tiny_qwen2: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "recording"
         assert main(arguments) == 0
         assert len(list(folder.glob("*.parquet"))) == 3
         table = pq.read_table(folder)
