@@ -124,7 +124,7 @@ RULES: dict[str, tuple[str, Callable[[list[str], list[str]], None]]] = {
     "fuzz": (r"\S*python3? -m (?=pytest tests/fuzz |tests\.fuzz )", check_fuzz),
     "system": (
         r"(?:python3\.\d+ -m venv|source|export|ray|scp|cp|install|systemctl|kubectl|docker|pre-commit|mv|'\(sed'"
-        r"|vllm serve|curl) ",
+        r"|vllm serve|curl|python -m vllm\.\S+) ",
         nothing,
     ),
 }

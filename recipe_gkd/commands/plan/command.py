@@ -68,7 +68,7 @@ def plan_text(device: str, estimate: RunEstimate, change: Change | None) -> str:
         f"{estimate.micro_batch_tokens} tokens per data-parallel rank",
         f"weight sync: {size_text(estimate.sync_bytes)} to each rollout worker",
         f"teacher: {size_text(estimate.teacher_bytes)} per step at most, top {estimate.top_k}",
-        f"KV cache: {estimate.cached_tokens} tokens per engine",
+        f"KV cache: {_cache_text(estimate)}",
         f"memory of a {kind}: {memory}",
         *(line for pool in estimate.pools for line in _pool_lines(pool)),
     ]
@@ -83,6 +83,12 @@ def plan_text(device: str, estimate: RunEstimate, change: Change | None) -> str:
     lines += [f"smallest change that makes it fit: {' '.join(change.overrides)}"]
     lines += [f"  {pool.name} then needs {pool.total / GIB:.2f} GiB" for pool in change.estimate.pools]
     return "\n".join(lines)
+
+
+def _cache_text(estimate: RunEstimate) -> str:
+    if not estimate.cached_tokens and estimate.device_memory is None:
+        return "unknown, it is a part of the GPU's memory"
+    return f"{estimate.cached_tokens} tokens per engine"
 
 
 def _read(arguments: argparse.Namespace) -> Config:

@@ -144,4 +144,5 @@ class TestCommand:
         assert status == 0 and not err
         assert "student: 7.62 B parameters" in out and "memory of a GPU: unknown" in figures
         assert any(line.startswith("  actor: ") for line in figures)
+        assert any(line.startswith("KV cache: unknown") for line in figures)
         assert "no GPU" in advice and "--device-memory-gb 80" in advice
