@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe_gkd import main_gkd
+from recipe_gkd import main_gkd, preflight
 from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.checkpoints.state import Best, Progress, ResumeState
@@ -321,7 +321,6 @@ class Command:
             "read_student": lambda _: student,
             "open_teachers": lambda *_: nullcontext(SimpleNamespace(clients={})),
             "check_teachers": lambda *_: (),
-            "check_stop_ids": lambda *_: (),
             "identify_model": lambda *_: {"tokenizer": student.fingerprint},
             "connected_cluster": lambda _: nullcontext(),
             "raise_on_signals": lambda: None,
@@ -329,6 +328,7 @@ class Command:
         }
         for name, replacement in replacements.items():
             monkeypatch.setattr(main_gkd, name, replacement)
+        monkeypatch.setattr(preflight, "check_stop_ids", lambda *_: frozenset())
 
     async def _train(self, config: Any, plan: main_gkd.TrainingPlan, *_: Any) -> None:
         self.points, self.progress = [point.progress.step for point in plan.points], plan.fresh
