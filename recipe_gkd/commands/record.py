@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", choices=["float32", "float16"], default="float32", help="type of the log-probabilities in the files"
     )
-    parser.add_argument("--rows-per-file", type=_positive, default=4096, help="responses in a file")
+    parser.add_argument("--rows-per-file", type=_positive, default=1024, help="responses in a file")
     arguments = parser.parse_intermixed_args(argv)
     try:
         overrides = ["gkd.sft_share=1", "gkd.sft_target=teacher", *arguments.overrides]

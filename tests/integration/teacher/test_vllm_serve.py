@@ -110,7 +110,7 @@ def test_killed_server_is_an_error_at_the_deadline_and_is_used_after_its_restart
         expected = client.submit(sequences).result()
         server.kill()
         with raises(TeacherUnreachable):
-            client.submit(sequences, 2.0).result(PATIENCE_S)
+            client.submit(sequences, 10.0).result(PATIENCE_S)
         waiting = client.submit(sequences)
         server.start()
         for result, before in zip(waiting.result(PATIENCE_S), expected, strict=True):
