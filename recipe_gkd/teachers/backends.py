@@ -33,10 +33,6 @@ RESULT_MARGIN_S = 5.0
 """Time after a request's deadline in which a backend must complete its future."""
 
 
-DEFAULT_REQUESTS_PER_SERVER = 64
-"""Open requests at one HTTP server: so many that its engine can fill its batches."""
-
-
 class TeacherBackend(Protocol):
     """Client of one teacher.
 
@@ -148,7 +144,7 @@ def open_backend(config: Config, name: str) -> TeacherBackend:
                 n_connections=n_connections(teacher, auth_dir),
             )
         case "http":
-            from teacher.client.http import Endpoint, HttpClientSpec  # imports aiohttp
+            from teacher.client.http import DEFAULT_CONNECTIONS, Endpoint, HttpClientSpec  # imports aiohttp
 
             api_key = os.environ.get(teacher.api_key_env or "", "")
             return HttpClientSpec(
@@ -158,7 +154,7 @@ def open_backend(config: Config, name: str) -> TeacherBackend:
                 timeout_s=teacher.timeout_s,
                 top_k=teacher.top_k,
                 served_model_name=teacher.served_model_name,
-                n_connections=teacher.n_connections or DEFAULT_REQUESTS_PER_SERVER,
+                n_connections=teacher.n_connections or DEFAULT_CONNECTIONS,
             ).open()
         case "recorded":
             assert teacher.path is not None, "validated with the configuration"

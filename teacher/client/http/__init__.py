@@ -5,7 +5,7 @@
 local one. `vllm_api` and `sglang_api` have the formats of requests and responses.
 """
 
-from teacher.client.http.client import HttpClientSpec, HttpTeacherClient
+from teacher.client.http.client import DEFAULT_CONNECTIONS, HttpClientSpec, HttpTeacherClient
 from teacher.client.http.servers import Endpoint
 
-__all__ = ["Endpoint", "HttpClientSpec", "HttpTeacherClient"]
+__all__ = ["DEFAULT_CONNECTIONS", "Endpoint", "HttpClientSpec", "HttpTeacherClient"]

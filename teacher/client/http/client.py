@@ -19,7 +19,16 @@ import numpy as np
 from teacher.client.arguments import normalize_sequences
 from teacher.client.http.handshake import ServerModel, check_same, probe, read_model
 from teacher.client.http.scoring_api import without_padding
-from teacher.client.http.servers import CONNECT_TIMEOUT_S, ConnectionLost, Endpoint, Server, ServerFull, Servers
+from teacher.client.http.servers import (
+    CONNECT_TIMEOUT_S,
+    ConnectionLost,
+    Endpoint,
+    Server,
+    ServerFault,
+    ServerFull,
+    Servers,
+    ensure_verified,
+)
 from teacher.client.http.vocabulary import DetokenizeEndpoint, check_vocabulary
 from teacher.common.checkpoint import read_eos_token_ids
 from teacher.common.fingerprint import count_ids, last_tokens, tokenizer_fingerprint
@@ -61,7 +70,7 @@ class HttpClientSpec:
     timeout_s: float = 600.0
     top_k: int | None = None
     served_model_name: str | None = None
-    n_connections: int = 64
+    n_connections: int = DEFAULT_CONNECTIONS
     model: TeacherInfo | None = None
     reference_T: np.ndarray | None = field(default=None, compare=False)
 
@@ -220,31 +229,31 @@ class HttpTeacherClient:
         deadline = time.monotonic() + timeout_s
         await self._servers.run(_no_request, self._verify, deadline, timeout_s)
         others = [server for server in self._servers.all if not server.is_verified]
-        await asyncio.gather(*(self._verify_other(server) for server in others))
+        await asyncio.gather(*(self._verify_other(server, deadline) for server in others))
         assert self._info is not None, "set by the first verification"
         return replace(self._info, n_workers=sum(server.is_verified for server in self._servers.all))
 
-    async def _verify_other(self, server: Server) -> None:
-        """Verify a further server. One that cannot be reached is left out until it can."""
+    async def _verify_other(self, server: Server, deadline: float) -> None:
+        """Verify a further server. One that cannot be reached, or hangs, is left out until it can."""
         try:
-            async with server.lock:
-                await self._verify(server)
-                server.is_verified = True
-        except (ConnectionLost, ServerFull) as error:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                await ensure_verified(server, self._verify)
+        except (ConnectionLost, ServerFull, ServerFault, TimeoutError) as error:
             server.pause()
-            logger.warning("the teacher's server %s gets no requests yet: %s", server.endpoint.url, error)
+            reason = error if str(error) else "it did not answer in time"
+            logger.warning("the teacher's server %s gets no requests yet: %s", server.endpoint.url, reason)
 
     async def _verify(self, server: Server) -> None:
         """Verify a server before it gets requests. The first one determines the model of this client."""
         model = await read_model(self._servers, server, self._spec.served_model_name)
-        async with self._pin_lock:
-            info = self._info
-            if info is None:
-                info, model = await self._pin(server, model)
-            else:
-                model, scored = await probe(self._servers, server, model, info.n_tokens, info.n_logprobs)
-                self._check_same(server, model, info, scored)
-        self._info, self._models[server] = info, model
+        if self._info is None:
+            async with self._pin_lock:
+                if self._info is None:
+                    self._info, self._models[server] = await self._pin(server, model)
+                    return
+        model, scored = await probe(self._servers, server, model, self._info.n_tokens, self._info.n_logprobs)
+        self._check_same(server, model, self._info, scored)
+        self._models[server] = model
 
     async def _pin(self, server: Server, model: ServerModel) -> tuple[TeacherInfo, ServerModel]:
         """Return the description of the first server's model, and the model with its format."""

@@ -156,7 +156,7 @@ class Servers:
                     server = await self._next()
                     server.n_open += 1
                     try:
-                        await _ensure_verified(server, verify)
+                        await ensure_verified(server, verify)
                         result = await send(server)
                         server.n_failures = 0
                         return result
@@ -288,7 +288,15 @@ def _seconds(pause: str | None) -> float | None:
         return None
 
 
-async def _ensure_verified(server: Server, verify: Callable[[Server], Awaitable[None]]) -> None:
+async def ensure_verified(server: Server, verify: Callable[[Server], Awaitable[None]]) -> None:
+    """Verify a server that is not verified, or not any more.
+
+    Raises:
+        ConnectionLost: It cannot be reached, or was not verified within `VERIFY_TIMEOUT_S`.
+        ServerFull: It accepts no request now.
+        ServerFault: It failed for an unknown reason.
+        TeacherError: It cannot be used, or has another model.
+    """
     if server.n_open == 1 and time.monotonic() - server.last_response > MAX_IDLE_S:
         server.is_verified = False
     if server.is_verified:

@@ -247,6 +247,12 @@ class TestFailures:
                 for result in score(client, *[SEQUENCE] * 4):
                     check_row(result)
 
+    def test_second_server_that_hangs_at_the_start_is_left_out_at_the_deadline(self) -> None:
+        with table_server() as server, table_server() as hung, client_of(server, hung) as client:
+            hung.delay_s = 3600.0
+            assert client.hello(5.0).n_workers == 1
+            check_row(score(client)[0])
+
     def test_requests_of_a_lost_server_go_to_another(self) -> None:
         first, second = TableServer(free_port()), TableServer(free_port())
         with running(second), running(first), client_of(first, second) as client:
