@@ -27,9 +27,8 @@ from recipe_gkd.errors import ConfigError
 from recipe_gkd.model_files import Student, check_tied_output_layer, check_weight_files, find_model, load_tokenizer
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
-from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
+from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, scores_any_sequence, timeout_error
 from recipe_gkd.teachers.prompts import make_teacher_prompts
-from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.vocabularies import check_vocabulary
 from teacher.client import TeacherClient
@@ -238,7 +237,7 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
         client.restrict_ids(n_ids)
     _check_limits(name, label, info, config)
     # Some engines score at temperature 1 only, and refuse this request. A recording has checked its temperature.
-    if config.gkd.distill_temperature != 1 and not isinstance(client, RecordedTeacher):
+    if config.gkd.distill_temperature != 1 and scores_any_sequence(client):
         timeout_s = config.actor_rollout_ref.teacher.timeout_s
         if config.actor_rollout_ref.teacher.sleep_between_batches and isinstance(client, TeacherClient):
             client.wake(timeout_s)  # a run that was killed has left it asleep

@@ -44,11 +44,11 @@ def auth_dirs(teacher: TeacherConfig) -> dict[str, str | None]:
 def urls(teacher: TeacherConfig) -> dict[str, tuple[str, ...]]:
     """Return the base URLs of the servers of each teacher by name, for ``backend=http``."""
     if not teacher.teachers:
-        return {DEFAULT: tuple(base_url(url) for url in teacher.url)}
-    return {name: tuple(base_url(url) for url in entry.address.split(",")) for name, entry in teacher.teachers.items()}
+        return {DEFAULT: tuple(_base_url(url) for url in teacher.url)}
+    return {name: tuple(_base_url(url) for url in entry.address.split(",")) for name, entry in teacher.teachers.items()}
 
 
-def base_url(url: str) -> str:
+def _base_url(url: str) -> str:
     """Return a URL without surrounding spaces, a trailing slash and ``/v1``."""
     return url.strip().rstrip("/").removesuffix("/v1")
 

@@ -88,6 +88,11 @@ class TeacherBackend(Protocol):
         ...
 
 
+def scores_any_sequence(client: TeacherBackend) -> bool:
+    """Return False if a backend has the scores of certain sequences only, so that no other one can be tried."""
+    return not isinstance(client, RecordedTeacher)
+
+
 async def result_within(result: Awaitable[R], timeout_s: float, name: str) -> R:
     """Return the result of a request to a backend that may not keep its own deadline.
 

@@ -21,9 +21,8 @@ from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import check_stop_ids, check_teacher, check_teacher_prompts
-from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, timeout_error
+from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, scores_any_sequence, timeout_error
 from recipe_gkd.teachers.prompts import make_teacher_prompts
-from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
 from recipe_gkd.teachers.router import Teachers, open_teachers
 from recipe_gkd.teachers.routes import Routes, read_routes
 from teacher.client import TeacherClient
@@ -72,7 +71,7 @@ def _check(
     try:
         info = check_teacher(name, client, student, config)
         infos.append(info)
-        if not config.actor_rollout_ref.teacher.sleep_between_batches and not isinstance(client, RecordedTeacher):
+        if not config.actor_rollout_ref.teacher.sleep_between_batches and scores_any_sequence(client):
             _score_two_tokens(name, client)
     except TeacherError as error:
         yield Finding(label, "problem", f"{error}{_hint(name, client, config)}")

@@ -49,6 +49,15 @@ def unused_with(because: Callable[[Config], object], value: object, enable: str)
     return UnusedWhen(lambda config: because(config) == value, because, enable)
 
 
+def with_backends(*backends: str, enable: str) -> UnusedWhen:
+    """Return the condition that the teacher's backend is one of these. A class of the user may read every key."""
+    return UnusedWhen(
+        lambda config: config.actor_rollout_ref.teacher.backend in backends,
+        lambda config: config.actor_rollout_ref.teacher.backend,
+        enable,
+    )
+
+
 def needs_parameter(name: str, loss: str) -> UnusedWhen:
     """Return the condition that the divergence has no parameter of this name, which ``loss`` has."""
     return UnusedWhen(
@@ -85,26 +94,10 @@ NAMED_TEACHERS = needs(  # Hydra merges mappings, so that {} changes nothing
 )
 NO_MEGATRON = needs(lambda config: config.actor_rollout_ref.actor.strategy, "megatron")
 NO_FSDP = needs(lambda config: config.actor_rollout_ref.actor.strategy, "fsdp")
-NO_SERVICE = UnusedWhen(
-    lambda config: config.actor_rollout_ref.teacher.backend in ("hf", "http", "recorded"),
-    lambda config: config.actor_rollout_ref.teacher.backend,
-    "zmq",
-)
-NO_SCORING_WORKERS = UnusedWhen(
-    lambda config: config.actor_rollout_ref.teacher.backend in ("hf", "recorded"),
-    lambda config: config.actor_rollout_ref.teacher.backend,
-    "zmq",
-)
-NO_HTTP_SERVER = UnusedWhen(
-    lambda config: config.actor_rollout_ref.teacher.backend in ("hf", "zmq", "recorded"),
-    lambda config: config.actor_rollout_ref.teacher.backend,
-    "http",
-)
-NO_RECORDING = UnusedWhen(
-    lambda config: config.actor_rollout_ref.teacher.backend in ("hf", "zmq", "http"),
-    lambda config: config.actor_rollout_ref.teacher.backend,
-    "recorded",
-)
+NO_SERVICE = with_backends("hf", "http", "recorded", enable="zmq")
+NO_SCORING_WORKERS = with_backends("hf", "recorded", enable="zmq")
+NO_HTTP_SERVER = with_backends("hf", "zmq", "recorded", enable="http")
+NO_RECORDING = with_backends("hf", "zmq", "http", enable="recorded")
 GREEDY = unused_with(lambda config: config.actor_rollout_ref.rollout.temperature, 0, "1")
 GREEDY_VALIDATION = unused_with(lambda config: config.actor_rollout_ref.rollout.val_kwargs.temperature, 0, "1")
 ON_CPU = unused_with(lambda config: config.trainer.device, "cpu", "cuda")
