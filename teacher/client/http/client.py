@@ -166,8 +166,7 @@ class HttpTeacherClient:
 
         Returns:
             Future of the scored sequences. It can be canceled. It fails with `TeacherRequestError` (a sequence is
-            invalid, or was refused), `TeacherTimeout`, `TeacherUnreachable`, `TeacherChanged`, `TeacherSetupError` or
-            `TeacherProtocolError`.
+            invalid, or was refused), `TeacherTimeout`, `TeacherUnavailable`, `TeacherChanged` or `TeacherSetupError`.
 
         Raises:
             TeacherClosed: The client is closed.

@@ -14,7 +14,8 @@ outcome of a request                           reaction
 =============================================  ====================================================================
 connection lost, 429, 502, 503, 504            repeated until the deadline, at another server if there is one
 no response until the deadline                 `TeacherTimeout`; the server is verified before its next request
-500, truncated or invalid JSON                 repeated, at most `MAX_FAULTS` times in all
+500                                            repeated, then `TeacherRequestError` at the `MAX_FAULTS`-th time
+truncated or invalid JSON                      repeated, then `TeacherUnavailable` at the `MAX_FAULTS`-th time
 400 and other refusals                         `TeacherRequestError`
 401, 403; 404 for the model                    `TeacherSetupError`; `TeacherChanged`
 deadline after failures                        `TeacherUnreachable` if no server could be reached, `TeacherTimeout`
@@ -41,6 +42,7 @@ from teacher.errors import (
     TeacherRequestError,
     TeacherSetupError,
     TeacherTimeout,
+    TeacherUnavailable,
     TeacherUnreachable,
     short,
 )
@@ -315,8 +317,9 @@ async def ensure_verified(server: Server, verify: Callable[[Server], Awaitable[N
 
 
 def _as_error(fault: Exception, server: Server) -> TeacherError:
-    if isinstance(fault, TeacherError):
-        return fault.replaced(address=server.endpoint.url)
-    return TeacherRequestError(
-        f"failed {MAX_FAULTS} times: {short(fault)}", address=server.endpoint.url, remedy="see the log of the server"
-    )
+    """Return the error for the user. A server that fails may refuse the request; one without valid JSON is broken."""
+    url, what = server.endpoint.url, f"failed {MAX_FAULTS} times: {short(fault)}"
+    if isinstance(fault, TeacherProtocolError):
+        remedy = "check the server, and proxies before it that cut responses"
+        return TeacherUnavailable(what, address=url, remedy=remedy)
+    return TeacherRequestError(what, address=url, remedy="see the log of the server")

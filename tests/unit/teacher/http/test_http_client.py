@@ -19,10 +19,10 @@ from teacher.errors import (
     TeacherChanged,
     TeacherClosed,
     TeacherError,
-    TeacherProtocolError,
     TeacherRequestError,
     TeacherSetupError,
     TeacherTimeout,
+    TeacherUnavailable,
     TeacherUnreachable,
 )
 from teacher.records import TeacherSequence
@@ -204,15 +204,16 @@ class TestFailures:
 
     @pytest.mark.parametrize(
         ("failure", "error"),
-        [((500, {}, b"engine"), TeacherRequestError), ((200, {}, b"{}"), TeacherProtocolError)],
+        [((500, {}, b"engine"), TeacherRequestError), ((200, {}, b"{}"), TeacherUnavailable)],
         ids=["500", "no JSON of this API"],
     )
     def test_persistent_failure_is_an_error(self, failure: Any, error: type[TeacherError]) -> None:
         with table_server() as server, client_of(server) as client:
             client.hello()
             server.failures = [failure] * MAX_FAULTS
-            with raises(error, sequence=0):
+            with raises(error, sequence=0) as caught:
                 score(client)
+            assert type(caught.value) is error  # teacher.on_failure depends on it
 
     def test_retry_after_is_respected_until_the_deadline(self) -> None:
         with table_server() as server, client_of(server) as client:
