@@ -20,6 +20,7 @@ from recipe_gkd.config.conditions import runs_validation, uses_custom_loss, uses
 from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.objective import max_scored_tokens
 from recipe_gkd.config.prompt_settings import prompt_settings
+from recipe_gkd.config.support import Support
 from recipe_gkd.config.teachers import names
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
@@ -30,6 +31,7 @@ from recipe_gkd.rollout.sampling import stop_token_ids
 from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, scores_any_sequence, timeout_error
 from recipe_gkd.teachers.prompts import make_teacher_prompts
 from recipe_gkd.teachers.routes import Routes
+from recipe_gkd.teachers.scoring.checks import check_scores
 from recipe_gkd.teachers.vocabularies import check_vocabulary
 from teacher.client import TeacherClient
 from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
@@ -235,20 +237,32 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
     label = f"teacher {name} ({info.model_name})"
     if n_ids := check_vocabulary(label, info, student, config.actor_rollout_ref.teacher.vocabulary):
         client.restrict_ids(n_ids)
-    _check_limits(name, label, info, config)
-    # Some engines score at temperature 1 only, and refuse this request. A recording has checked its temperature.
-    if config.gkd.distill_temperature != 1 and scores_any_sequence(client):
+    _check_limits(name, label, info, student, config)
+    # Some engines score at temperature 1 only, or their own top k, and refuse this request. A recording has checked it.
+    temperature, sequence = config.gkd.distill_temperature, two_tokens(config)
+    if (temperature != 1 or sequence.n_support) and scores_any_sequence(client):
         timeout_s = config.actor_rollout_ref.teacher.timeout_s
         if config.actor_rollout_ref.teacher.sleep_between_batches and isinstance(client, TeacherClient):
             client.wake(timeout_s)  # a run that was killed has left it asleep
-        two_tokens = TeacherSequence(np.zeros(2, np.int32), prompt_len=1)
-        request = client.submit([two_tokens], timeout_s, temperature=config.gkd.distill_temperature)
+        request = client.submit([sequence], timeout_s, temperature=temperature)
         wait([request], timeout_s + RESULT_MARGIN_S)
         if not request.done():
             request.cancel()
             raise timeout_error(name, timeout_s)
-        request.result()
+        check_scores(name, [sequence], request.result())
     return info
+
+
+def two_tokens(config: Config) -> TeacherSequence:
+    """Return a sequence of two tokens to score, with the support of the configuration."""
+    support = Support.of(config)
+    ids_1J = np.arange(support.n_student_ids, dtype=np.int32)[None]
+    return TeacherSequence(
+        np.zeros(2, np.int32),
+        prompt_len=1,
+        support_ids_TJ=ids_1J if support.n_student_ids else None,
+        with_top_k=support.with_top_k,
+    )
 
 
 def read_prompts(config: Config, data_set: DataSet, student: Student, stop_token_ids: Sequence[int]) -> PromptData:
@@ -300,7 +314,7 @@ def check_teacher_prompts(clients: Mapping[str, TeacherBackend], longest: Mappin
             )
 
 
-def _check_limits(name: str, label: str, info: TeacherInfo, config: Config) -> None:
+def _check_limits(name: str, label: str, info: TeacherInfo, student: Student, config: Config) -> None:
     gkd, teacher = config.gkd, config.actor_rollout_ref.teacher
     if teacher.top_k is not None and teacher.top_k > info.n_logprobs:
         raise ConfigError(
@@ -309,13 +323,20 @@ def _check_limits(name: str, label: str, info: TeacherInfo, config: Config) -> N
             worker=label,
             keys=(f"{TEACHER}.top_k",),
         )
+    support, n_ids = Support.of(config), min(info.n_tokens, student.n_tokens)
+    if support.n_student_ids > n_ids:
+        raise ConfigError(
+            f"{TEACHER}.student_top_k={support.n_student_ids}, but the student has {n_ids} token ids",
+            remedy="lower it",
+            keys=(f"{TEACHER}.student_top_k",),
+        )
     uses_tail = not (uses_sampled_token_loss(gkd) or uses_custom_loss(gkd))
-    if (teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalize" and uses_tail:
+    if support.n_ids(teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalize" and uses_tail:
         raise ConfigError(
             "gkd.tail=renormalize with a top 1: one renormalized id has probability 1 for both models, and the "
             "gradient is zero",
             worker=label,
-            remedy=f"set gkd.tail=bucket, or raise {TEACHER}.top_k or the teacher's N_LOGPROBS",
+            remedy=f"set gkd.tail=bucket, or raise {TEACHER}.top_k (student_top_k) or the teacher's N_LOGPROBS",
             keys=("gkd.tail", f"{TEACHER}.top_k"),
         )
     n_response = max_scored_tokens(config)

@@ -1,7 +1,7 @@
 """Records of the teacher service: a sequence to score, its scores, and a description of the model.
 
 Shape suffixes: N tokens of a whole sequence, T response positions, K the request's ``top_k`` (all ``n_logprobs`` by
-default).
+default), J support ids of a position, which the client selects.
 """
 
 from __future__ import annotations
@@ -24,29 +24,62 @@ class TeacherSequence:
 
         TeacherSequence([9, 8, 7, 5, 6], prompt_len=3)
 
+    The teacher's distributions at the ids 5, 2 and 6, 1, such as the likeliest ids of a student, without the teacher's
+    own top k::
+
+        TeacherSequence([9, 8, 7, 5, 6], prompt_len=3, support_ids_TJ=[[5, 2], [6, 1]], with_top_k=False)
+
     Attributes:
         token_ids: Prompt followed by response, int32 [N]. The ids are from the teacher's tokenizer.
         prompt_len: Number of prompt tokens, 1 <= prompt_len < N. The other T = N - prompt_len tokens are scored.
+        support_ids_TJ: Further ids to score at each response position, int32 [T, J], distinct in a row; -1 for an
+            unused entry. None: no further ids.
+        with_top_k: Score the teacher's top k. Without support ids it must be True.
     """
 
     token_ids: np.ndarray
     prompt_len: int
+    support_ids_TJ: np.ndarray | None
+    with_top_k: bool
 
-    def __init__(self, token_ids: np.ndarray | Sequence[int], prompt_len: int) -> None:
+    def __init__(
+        self,
+        token_ids: np.ndarray | Sequence[int],
+        prompt_len: int,
+        *,
+        support_ids_TJ: np.ndarray | Sequence[Sequence[int]] | None = None,
+        with_top_k: bool = True,
+    ) -> None:
         """Store the sequence. Values are checked when a client sends it, so that the error has its index.
 
         Args:
             token_ids: Array [N], which is not copied, or a plain list of N ids.
             prompt_len: Number of prompt tokens.
+            support_ids_TJ: Array [T, J], which is not copied, or lists of ids.
+            with_top_k: Score the teacher's top k.
         """
         if not isinstance(token_ids, np.ndarray):
             token_ids = _as_array(token_ids)
+        if support_ids_TJ is not None and not isinstance(support_ids_TJ, np.ndarray):
+            support_ids_TJ = _as_array(support_ids_TJ)
         object.__setattr__(self, "token_ids", token_ids)
         object.__setattr__(self, "prompt_len", prompt_len)
+        object.__setattr__(self, "support_ids_TJ", support_ids_TJ)
+        object.__setattr__(self, "with_top_k", with_top_k)
+
+    @property
+    def n_scored(self) -> int:
+        """Number of response positions T."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def n_support(self) -> int:
+        """Number of support ids of a position J."""
+        return 0 if self.support_ids_TJ is None else self.support_ids_TJ.shape[1]
 
 
-def _as_array(token_ids: Sequence[int]) -> np.ndarray:
-    """Return ids as int32 [N]. Values that are no ids keep a type that the client's checks refuse."""
+def _as_array(token_ids: Sequence[int] | Sequence[Sequence[int]]) -> np.ndarray:
+    """Return ids as int32. Values that are no ids keep a type that the client's checks refuse."""
     try:
         ids = np.asarray(token_ids)
     except (ValueError, TypeError):  # such as lists of unequal lengths
@@ -64,22 +97,30 @@ class ScoredSequence:
     temperature of the request, 1 by default, applies to all arrays.
 
     Attributes:
-        topk_logps_TK: Natural log-probabilities in descending order, float32 [T, K].
+        topk_logps_TK: Natural log-probabilities in descending order, float32 [T, K]. K is 0 for a sequence without
+            ``with_top_k``.
         topk_ids_TK: Token ids of these log-probabilities, int32 [T, K].
         sampled_logps_T: Log-probability of the token in the sequence, which need not be in the top k, float32 [T].
+        support_logps_TJ: Log-probabilities of the sequence's support ids, in their order, float32 [T, J]; -inf for an
+            unused entry. None for a sequence without them.
     """
 
     topk_logps_TK: np.ndarray
     topk_ids_TK: np.ndarray
     sampled_logps_T: np.ndarray
+    support_logps_TJ: np.ndarray | None = None
 
     def reduced(self, top_k: int, dtype: WireDtype) -> ScoredSequence:
         """Return the first ``top_k`` columns, 0 for all, with log-probabilities of a dtype. Whole arrays are shared."""
         if top_k in (0, self.topk_logps_TK.shape[1]) and self.topk_logps_TK.dtype == dtype:
             return self
-        columns = slice(top_k or None)
-        logps_TK = self.topk_logps_TK[:, columns].astype(dtype, copy=False)
-        return ScoredSequence(logps_TK, self.topk_ids_TK[:, columns], self.sampled_logps_T)
+        columns, support_TJ = slice(top_k or None), self.support_logps_TJ
+        return ScoredSequence(
+            self.topk_logps_TK[:, columns].astype(dtype, copy=False),
+            self.topk_ids_TK[:, columns],
+            self.sampled_logps_T,
+            None if support_TJ is None else support_TJ.astype(dtype, copy=False),
+        )
 
 
 @dataclass(frozen=True)
@@ -121,7 +162,7 @@ class ModelInfo:
             probability 0 and are never returned, and a sequence that contains them is refused.
         tokenizer_fingerprint: See ``teacher.common.fingerprint``.
         max_model_len: Longest sequence (prompt and response) that is scored, in tokens.
-        n_logprobs: Largest ``top_k`` of a request.
+        n_logprobs: Largest ``top_k`` of a request, and largest number of support ids of a position.
         engine: Engine, version and dtype, for display.
         eos_token_ids: Ids that end a turn of this model, ascending. Empty if the model's files name none.
         last_tokens: Last tokens of the tokenizer, by id. Empty if they are unknown.

@@ -1,7 +1,7 @@
 """Records of one sample: its prompt, its response and the teacher's scores.
 
 Arrays belong to one sample and are not padded until the actor packs them.
-Axes: P prompt tokens, T response tokens, K teacher top-k.
+Axes: P prompt tokens, T response tokens, K ids of the support (the teacher's top-k by default), J ids of the student.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ class Response:
             understated.
         versions_T: Weights version that sampled each token, int32 [T], ascending. Versions differ if the weights were
             updated in flight.
+        student_ids_TJ: The student's likeliest ids at each position under the weights that sampled the token, int32
+            [T, J]; -1 for an id without probability. None if the support of the loss does not contain them, and after
+            the teacher has scored the response.
     """
 
     uid: int
@@ -60,17 +63,19 @@ class Response:
     finish_reason: str
     weights_version: int
     versions_T: np.ndarray
+    student_ids_TJ: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherTopK:
-    """The teacher's most likely tokens at every response position.
+    """The teacher's probabilities at the ids of the support, at every response position.
 
-    Row t is the distribution that predicts response token t.
+    Row t is the distribution that predicts response token t. The support is the teacher's top-k, the student's
+    likeliest ids, or both (``teacher.support``).
 
     Attributes:
-        logps_TK: Log-probabilities of the top-k tokens, float32 or float16 [T, K], descending.
-        ids_TK: Token ids of the top-k tokens, int32 [T, K].
+        logps_TK: Log-probabilities of the ids, float32 or float16 [T, K]; -inf for an unused entry.
+        ids_TK: Token ids, distinct in a row, int32 [T, K]; -1 for an unused entry.
         sampled_logps_T: Log-probabilities of the response tokens, float32 [T].
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recipe_gkd.config import Config
+from recipe_gkd.config.support import Support
 from recipe_gkd.rollout.limits import engine_length
 from teacher.common.head_dtype import wants_float32_head
 
@@ -34,6 +35,7 @@ class EngineOptions:
         async_scheduling: If True, vLLM schedules a step while the GPU computes the one before it. None leaves it to
             vLLM. A CPU never does.
         trust_remote_code: If True, the model folder may contain Python code.
+        max_logprobs: Maximum number of likeliest ids that are returned with a token.
         n_tokens: Ids of the tokenizer. Larger ids are padding of the output layer and get probability 0. None if there
             is no padding.
     """
@@ -53,6 +55,7 @@ class EngineOptions:
     max_num_batched_tokens: int | None = None
     enable_sleep_mode: bool = False
     async_scheduling: bool | None = None
+    max_logprobs: int = 0
 
     @classmethod
     def from_config(cls, config: Config, device: str, n_tokens: int | None = None) -> EngineOptions:
@@ -83,4 +86,5 @@ class EngineOptions:
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             enable_sleep_mode=device == "cuda" and hybrid and rollout.sleep_level > 0,
             async_scheduling=rollout.async_scheduling,
+            max_logprobs=Support.of(config).n_student_ids,
         )

@@ -17,7 +17,7 @@ from recipe_gkd.errors import GkdError, WorkerError
 from recipe_gkd.rollout.engine_commands import settle
 
 if TYPE_CHECKING:
-    from recipe_gkd.rollout.vllm.compat import LLMEngine, RequestOutput
+    from recipe_gkd.rollout.vllm.compat import FlatLogprobs, LLMEngine, RequestOutput
 
 _MAX_LENGTH = key_name(lambda config: config.actor_rollout_ref.rollout.max_model_len)
 Deliver = Callable[[list[Response] | GkdError], None]
@@ -89,7 +89,7 @@ def add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dict
     """Add a prompt to an engine.
 
     Args:
-        params: Keyword arguments of vLLM's ``SamplingParams``.
+        params: Keyword arguments of vLLM's ``SamplingParams``, with ``logprobs``.
         max_len: Maximum length of a sequence, in tokens.
 
     Raises:
@@ -108,7 +108,6 @@ def add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dict
     sampling = SamplingParams(
         **params,
         detokenize=False,
-        logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -167,11 +166,24 @@ def to_response(uid: int, output: RequestOutput, version: int) -> Response:
     assert isinstance(completion.logprobs, FlatLogprobs)
     spans = completion.weight_versions or []
     versions_T = np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans])
+    logps_TX, ids_TX = _columns(completion.logprobs)
     return Response(
         uid=uid,
         ids=np.asarray(completion.token_ids, dtype=np.int32),
-        logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
+        logprobs=np.ascontiguousarray(logps_TX[:, 0]),
         finish_reason=completion.finish_reason or "length",
         weights_version=min(versions_T.tolist(), default=version),
         versions_T=versions_T.astype(np.int32),
+        student_ids_TJ=np.where(logps_TX > -np.inf, ids_TX, np.int32(-1))[:, 1:] if logps_TX.shape[1] > 1 else None,
     )
+
+
+def _columns(logprobs: FlatLogprobs) -> tuple[np.ndarray, np.ndarray]:
+    """Return log-probabilities and ids of each token: the sampled one, then the likeliest in descending order, [T, X].
+
+    Every token has the same number. A sampled token that is among the likeliest occurs twice.
+    """
+    n_tokens = len(logprobs)
+    shape = n_tokens, len(logprobs.logprobs) // n_tokens if n_tokens else 1
+    logps, ids = np.array(logprobs.logprobs, np.float32), np.array(logprobs.token_ids, np.int32)
+    return logps.reshape(shape), ids.reshape(shape)

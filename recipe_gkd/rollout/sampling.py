@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recipe_gkd.config import Config
+from recipe_gkd.config.conditions import validates_kl
+from recipe_gkd.config.support import Support
 from recipe_gkd.errors import ModelError
 from teacher.common.eos import declared_eos_ids
 
@@ -34,6 +36,7 @@ class Sampling:
         stop_token_ids: Ids that end a response, ascending. The id is part of the response.
         seed: ``data.seed``; see :func:`request_seed`.
         fixed_step: Step in the seeds in place of the training step. None selects the training step.
+        n_student_ids: Number of the student's likeliest ids that the engine returns with each token.
     """
 
     temperature: float
@@ -43,6 +46,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     seed: int
     fixed_step: int | None = None
+    n_student_ids: int = 0
 
     def for_request(self, uid: int, step: int) -> dict[str, Any]:
         """Return the keyword arguments of vLLM's ``SamplingParams`` for one prompt.
@@ -51,7 +55,11 @@ class Sampling:
             uid: Uid of the sample.
             step: Training step.
         """
-        shared = {"max_tokens": self.max_tokens, "stop_token_ids": list(self.stop_token_ids)}
+        shared = {
+            "max_tokens": self.max_tokens,
+            "stop_token_ids": list(self.stop_token_ids),
+            "logprobs": self.n_student_ids,  # besides the sampled token's
+        }
         if self.temperature == 0:
             return {"temperature": 0.0, **shared}
         return {
@@ -94,6 +102,7 @@ def sampling_from(config: Config, name: SamplingName = "train", *, also_stop_at:
     rollout = config.actor_rollout_ref.rollout
     chosen = rollout.val_kwargs if name == "validation" else rollout
     is_probe = name == "probe"
+    needs_ids = name == "train" or (name == "validation" and validates_kl(config))
     return Sampling(
         temperature=1.0 if is_probe else chosen.temperature,
         top_p=1.0 if is_probe else chosen.top_p,
@@ -102,6 +111,7 @@ def sampling_from(config: Config, name: SamplingName = "train", *, also_stop_at:
         stop_token_ids=tuple(sorted({*stop_token_ids(config.actor_rollout_ref.model.path), *also_stop_at})),
         seed=config.data.seed,
         fixed_step=VALIDATION_STEP if name == "validation" else None,
+        n_student_ids=Support.of(config).n_student_ids if needs_ids else 0,
     )
 
 

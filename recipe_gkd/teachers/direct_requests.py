@@ -10,6 +10,8 @@ from recipe_gkd.runtime.wait_log import waiting
 from recipe_gkd.teachers.backends import TeacherBackend, result_within
 from recipe_gkd.teachers.scoring.checks import check_scores
 from recipe_gkd.teachers.scoring.requests import TeacherRequest
+from recipe_gkd.teachers.scoring.support import rows_of
+from teacher.records import ScoredSequence, TeacherSequence
 
 
 class DirectRequests:
@@ -30,9 +32,9 @@ class DirectRequests:
         with waiting(f"score, step {request.step}", timeout_s, lambda: missing, "samples"):
             scored = await result_within(asyncio.wrap_future(future), timeout_s, request.teacher)
         check_scores(request.teacher, request.sequences, scored)
-        return [
-            TeacherTopK(
-                logps_TK=result.topk_logps_TK, ids_TK=result.topk_ids_TK, sampled_logps_T=result.sampled_logps_T
-            )
-            for result in scored
-        ]
+        return [_with_rows(sequence, result) for sequence, result in zip(request.sequences, scored, strict=True)]
+
+
+def _with_rows(sequence: TeacherSequence, scored: ScoredSequence) -> TeacherTopK:
+    logps_TK, ids_TK = rows_of(sequence, scored)
+    return TeacherTopK(logps_TK=logps_TK, ids_TK=ids_TK, sampled_logps_T=scored.sampled_logps_T)

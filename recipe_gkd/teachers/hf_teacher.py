@@ -204,12 +204,13 @@ class HfTeacher:
                     argument="token_ids",
                     remedy="shorten prompt and response",
                 )
-            if ids.min() < 0 or ids.max() >= self._n_ids:
+            largest = max(ids.max(), -1 if sequence.support_ids_TJ is None else sequence.support_ids_TJ.max())
+            if ids.min() < 0 or largest >= self._n_ids:
                 raise TeacherRequestError(
-                    f"token ids {ids.min()} to {ids.max()}, the teacher {self._info.model_name} has ids 0 to "
+                    f"token ids {ids.min()} to {largest}, the teacher {self._info.model_name} has ids 0 to "
                     f"{self._n_ids - 1}: student and teacher must share one tokenizer",
                     sequence=i,
-                    argument="token_ids",
+                    argument="token_ids" if largest == ids.max() else "support_ids_TJ",
                 )
 
     def _resolve(self, request: _Request, result: list[ScoredSequence] | BaseException) -> None:
@@ -283,25 +284,35 @@ class HfTeacher:
         results = []
         for row, sequence in enumerate(sequences):
             positions = slice(sequence.prompt_len - 1, len(sequence.token_ids) - 1)
-            response_T = ids_RS[row, sequence.prompt_len : len(sequence.token_ids)]
-            results.append(self._score_row(hidden_RSD[row, positions], response_T, temperature))
+            results.append(self._score_row(hidden_RSD[row, positions], sequence, temperature))
         return results
 
-    def _score_row(self, hidden_TD: torch.Tensor, response_T: torch.Tensor, temperature: float) -> ScoredSequence:
+    def _score_row(self, hidden_TD: torch.Tensor, sequence: TeacherSequence, temperature: float) -> ScoredSequence:
         """Return the scores of one response from the hidden states that predict its tokens, in chunks."""
-        chunks = zip(hidden_TD.split(self._batch_tokens), response_T.split(self._batch_tokens), strict=True)
-        scores = [self._score_chunk(*chunk, temperature) for chunk in chunks]
-        logps_TK, ids_TK, sampled_T = (torch.cat(parts).cpu().numpy() for parts in zip(*scores, strict=True))
-        return ScoredSequence(topk_logps_TK=logps_TK, topk_ids_TK=ids_TK.astype(np.int32), sampled_logps_T=sampled_T)
+        ids_T1 = torch.from_numpy(sequence.token_ids[sequence.prompt_len :, None].astype(np.int64)).to(self._device)
+        support_TJ = torch.empty(len(ids_T1), 0, dtype=torch.int64, device=self._device)
+        if sequence.support_ids_TJ is not None:
+            support_TJ = torch.from_numpy(sequence.support_ids_TJ.astype(np.int64)).to(self._device)
+        ids_TX = torch.cat([ids_T1, support_TJ], dim=1)
+        k, n_rows = self._info.n_logprobs if sequence.with_top_k else 0, self._batch_tokens
+        chunks = zip(hidden_TD.split(n_rows), ids_TX.split(n_rows), strict=True)
+        scores = [self._score_chunk(hidden, ids, k, temperature) for hidden, ids in chunks]
+        logps_TK, ids_TK, columns = (torch.cat(parts).cpu().numpy() for parts in zip(*scores, strict=True))
+        return ScoredSequence(
+            topk_logps_TK=logps_TK,
+            topk_ids_TK=ids_TK.astype(np.int32),
+            sampled_logps_T=np.ascontiguousarray(columns[:, 0]),
+            support_logps_TJ=columns[:, 1:] if sequence.n_support else None,
+        )
 
     def _score_chunk(
-        self, hidden_TD: torch.Tensor, response_T: torch.Tensor, temperature: float
+        self, hidden_TD: torch.Tensor, ids_TX: torch.Tensor, k: int, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return log-probabilities and ids of the top-k, and the log-probabilities of the response tokens."""
+        """Return log-probabilities and ids of the top k, and the log-probabilities of ``ids_TX``, -inf for id -1."""
         logits_TV = self._model.logits(hidden_TD)[:, : self._n_ids].float()
         logps_TV = logits_TV.div_(temperature).log_softmax(dim=-1)
-        topk = logps_TV.topk(self._info.n_logprobs, dim=-1)
-        return topk.values, topk.indices, logps_TV.gather(1, response_T[:, None])[:, 0]
+        topk = logps_TV.topk(k, dim=-1)
+        return topk.values, topk.indices, logps_TV.gather(1, ids_TX.clamp(min=0)).where(ids_TX >= 0, float("-inf"))
 
 
 def _batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

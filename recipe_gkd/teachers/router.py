@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import uses_teacher
 from recipe_gkd.config.keys import TEACHER
+from recipe_gkd.config.support import Support
 from recipe_gkd.config.teachers import services
 from recipe_gkd.data.samples import Prompt, Response, Sample, StoredTopK, TeacherTopK
 from recipe_gkd.errors import ConfigError
@@ -94,7 +96,7 @@ class Teachers:
         """
         self.clients, self._routes, self._gkd, self._config = clients, routes, config.gkd, config
         self._uses_teacher, self._outages = uses_teacher(config.gkd), outages
-        self._policy = FailurePolicy(config.actor_rollout_ref.teacher)
+        self._policy, self._support = FailurePolicy(config.actor_rollout_ref.teacher), Support.of(config)
         self.requests: Requests = DirectRequests(clients)
         self._skips = config.actor_rollout_ref.teacher.on_failure == "skip_samples"
         self._request_times: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
@@ -213,19 +215,11 @@ class Teachers:
 
     async def _send(self, number: int, pairs: Sequence[Pair], step: int) -> list[Sample]:
         name = self._routes.names[number]
-        sequences = [
-            TeacherSequence(
-                token_ids=np.concatenate([prompt.ids_for_teacher, response.ids[: self._gkd.max_loss_position]]),
-                prompt_len=len(prompt.ids_for_teacher),
-            )
-            for prompt, response in pairs
-        ]
-
         request = TeacherRequest(
             teacher=name,
             step=step,
             uids=[prompt.uid for prompt, _ in pairs],
-            sequences=sequences,
+            sequences=[self._sequence(prompt, response) for prompt, response in pairs],
             temperature=self._gkd.distill_temperature,
         )
 
@@ -240,13 +234,23 @@ class Teachers:
         return [
             Sample(
                 prompt=prompt,
-                response=response,
+                response=replace(response, student_ids_TJ=None),  # the rows have them
                 teacher=_of_response(result, len(response.ids)),
                 teacher_number=number,
                 is_skipped=result is None,
             )
             for (prompt, response), result in zip(pairs, results, strict=True)
         ]
+
+    def _sequence(self, prompt: Prompt, response: Response) -> TeacherSequence:
+        """Return what a teacher scores of a response: the tokens that the loss covers, and the student's ids there."""
+        ids_T, student_ids_TJ = response.ids[: self._gkd.max_loss_position], response.student_ids_TJ
+        return TeacherSequence(
+            token_ids=np.concatenate([prompt.ids_for_teacher, ids_T]),
+            prompt_len=len(prompt.ids_for_teacher),
+            support_ids_TJ=None if student_ids_TJ is None else student_ids_TJ[: len(ids_T)],
+            with_top_k=student_ids_TJ is None or self._support.with_top_k,
+        )
 
     def step_metrics(self, samples: Sequence[Sample], step: int, *, before: int) -> dict[str, float]:
         """Return the metrics of each teacher for the batch of a step. Call it once per batch, before the update.

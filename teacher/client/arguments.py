@@ -54,9 +54,30 @@ def _normalize(i: int, sequence: TeacherSequence) -> TeacherSequence:
             sequence=i,
             argument="prompt_len",
         )
-    if token_ids.dtype == np.int32 and type(prompt_len) is int:
+    support_ids_TJ = sequence.support_ids_TJ
+    if support_ids_TJ is not None:
+        support_ids_TJ = _as_support(i, support_ids_TJ)
+    if token_ids.dtype == np.int32 and type(prompt_len) is int and support_ids_TJ is sequence.support_ids_TJ:
         return sequence
-    return TeacherSequence(token_ids.astype(np.int32, copy=False), int(prompt_len))
+    return TeacherSequence(
+        token_ids.astype(np.int32, copy=False),
+        int(prompt_len),
+        support_ids_TJ=support_ids_TJ,
+        with_top_k=sequence.with_top_k,
+    )
+
+
+def _as_support(i: int, support_ids_TJ: np.ndarray) -> np.ndarray:
+    """Return support ids as int32. ``check_sequences`` compares their shape with the response."""
+    is_integer = np.issubdtype(support_ids_TJ.dtype, np.integer)
+    if not is_integer or (support_ids_TJ.size and not -1 <= support_ids_TJ.min() <= support_ids_TJ.max() <= _MAX_ID):
+        raise TeacherRequestError(
+            f"support_ids_TJ: got a {support_ids_TJ.dtype.name} array of shape {list(support_ids_TJ.shape)}, expected "
+            f"integers from -1 to {_MAX_ID} in two dimensions [T, J]",
+            sequence=i,
+            argument="support_ids_TJ",
+        )
+    return support_ids_TJ.astype(np.int32, copy=False)
 
 
 def _check_ids(i: int, token_ids: np.ndarray) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from teacher.client.arguments import normalize_sequences
 from teacher.client.calls import Call
 from teacher.errors import TeacherError, TeacherProtocolError
@@ -77,10 +75,12 @@ class ScoreCall(Call[list[ScoredSequence]]):
         """
         sequences = normalize_sequences(sequences)
         check_sequences(sequences)
-        reply_bytes_per_token = _BYTES_PER_LOGPROB * model.n_logprobs if model is not None else 1
+        n_support = max(sequence.n_support for sequence in sequences)
+        n_columns = n_support + (model.n_logprobs if model is not None else 0)
+        reply_bytes_per_token = max(1, _BYTES_PER_LOGPROB * n_columns)
         self._chunks = split_request(
             [len(sequence.token_ids) for sequence in sequences],
-            min(CHUNK_TOKENS, MAX_CHUNK_REPLY_BYTES // reply_bytes_per_token),
+            max(1, min(CHUNK_TOKENS, MAX_CHUNK_REPLY_BYTES // reply_bytes_per_token)),
         )
         super().__init__(f"scoring {len(sequences)} sequences", timeout_s, len(self._chunks))
         self._messages = [
@@ -97,8 +97,8 @@ class ScoreCall(Call[list[ScoredSequence]]):
             )
             for chunk in self._chunks
         ]
-        self._n_rows = [len(sequence.token_ids) - sequence.prompt_len for sequence in sequences]
-        self._n_columns = top_k  # None until the first reply
+        self._shapes = [(sequence.n_scored, sequence.with_top_k, sequence.n_support) for sequence in sequences]
+        self._top_k = top_k  # None until the first reply
         self._scored: dict[int, ScoredSequence] = {}
         self._as_float32 = as_float32
 
@@ -123,8 +123,8 @@ class ScoreCall(Call[list[ScoredSequence]]):
             self._check_shape(i, scored)
             self._scored[i] = _to_float32(scored) if self._as_float32 else scored
         self._messages[self._index(request_id)] = []  # free the memory: the other chunks can take long
-        if len(self._scored) == len(self._n_rows):
-            self.succeed([self._scored[i] for i in range(len(self._n_rows))])
+        if len(self._scored) == len(self._shapes):
+            self.succeed([self._scored[i] for i in range(len(self._shapes))])
 
     def locate_error(self, request_id: int, error: TeacherError) -> TeacherError:
         """Return an error whose sequence has its position in the whole call instead of the position in the chunk."""
@@ -136,15 +136,15 @@ class ScoreCall(Call[list[ScoredSequence]]):
         return request_id - self.request_ids.start
 
     def _check_shape(self, i: int, scored: ScoredSequence) -> None:
-        n_rows, n_columns = scored.topk_logps_TK.shape
-        if self._n_columns is None:
-            self._n_columns = n_columns
-        if (n_rows, n_columns) != (self._n_rows[i], self._n_columns):
-            raise TeacherProtocolError(
-                f"expected [T, K] = {[self._n_rows[i], self._n_columns]}, got {[n_rows, n_columns]}", sequence=i
-            )
+        n_scored, with_top_k, n_support = self._shapes[i]
+        if with_top_k and self._top_k is None:
+            self._top_k = scored.topk_ids_TK.shape[1]
+        support_TJ = scored.support_logps_TJ
+        expected = [n_scored, self._top_k if with_top_k else 0, n_support]
+        got = [*scored.topk_ids_TK.shape, 0 if support_TJ is None else support_TJ.shape[1]]
+        if got != expected:
+            raise TeacherProtocolError(f"expected [T, K, J] = {expected}, got {got}", sequence=i)
 
 
 def _to_float32(scored: ScoredSequence) -> ScoredSequence:
-    logps_TK = scored.topk_logps_TK.astype(np.float32, copy=False)
-    return ScoredSequence(logps_TK, scored.topk_ids_TK, scored.sampled_logps_T)
+    return scored.reduced(0, "float32")

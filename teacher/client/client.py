@@ -67,10 +67,14 @@ class ClientSpec:
         return is_loopback(self.server_ip)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of the top-k of one position. An unknown number of log-probabilities counts as 1."""
-        k = self.options.get("top_k") or (1 if self.model is None else self.model.n_logprobs)
-        return k * (np.dtype(np.int32).itemsize + np.dtype(self.options.get("wire_dtype", "float32")).itemsize)
+    def n_columns(self) -> int:
+        """Size of the top k of one position. An unknown one counts as 1."""
+        return self.options.get("top_k") or (1 if self.model is None else self.model.n_logprobs)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of an id with its log-probability."""
+        return np.dtype(np.int32).itemsize + np.dtype(self.options.get("wire_dtype", "float32")).itemsize
 
     def open(self) -> TeacherClient:
         """Return a new client that fits this description."""

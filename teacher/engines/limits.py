@@ -44,6 +44,7 @@ def check_sequence(sequence: TeacherSequence, n_ids: int, info: ModelInfo, memor
             f"token id {bad[0]} is outside {vocabulary} of {n_allowed}: student and teacher must share one tokenizer",
             argument="token_ids",
         )
+    _check_support(sequence, n_allowed, info)
     if (n_bytes := memory.bytes_of(sequence)) > memory.max_bytes:
         raise TeacherRequestError(
             f"the result of {len(ids)} tokens, {len(ids) - sequence.prompt_len} of them scored, takes "
@@ -53,4 +54,22 @@ def check_sequence(sequence: TeacherSequence, n_ids: int, info: ModelInfo, memor
             options=("N_LOGPROBS", "MAX_RESULT_MIB"),
             remedy="shorten prompt or response, or start the teacher with a smaller N_LOGPROBS or a larger "
             "MAX_RESULT_MIB (a request's top_k does not change the engine's work)",
+        )
+
+
+def _check_support(sequence: TeacherSequence, n_allowed: int, info: ModelInfo) -> None:
+    if sequence.support_ids_TJ is None:
+        return
+    if sequence.n_support > info.n_logprobs:
+        raise TeacherRequestError(
+            f"{sequence.n_support} support ids of a position, the teacher scores at most {info.n_logprobs}",
+            argument="support_ids_TJ",
+            options=("actor_rollout_ref.teacher.student_top_k", "N_LOGPROBS"),
+            remedy="lower actor_rollout_ref.teacher.student_top_k, or start the teacher with a larger N_LOGPROBS",
+        )
+    if (largest := sequence.support_ids_TJ.max()) >= n_allowed:
+        raise TeacherRequestError(
+            f"support id {largest} is outside the teacher's vocabulary of {n_allowed}: student and teacher must share "
+            "one tokenizer",
+            argument="support_ids_TJ",
         )

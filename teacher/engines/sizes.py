@@ -150,27 +150,30 @@ class ResultMemory:
     id_bytes: int
     max_bytes: int
 
-    @property
-    def _bytes_per_row(self) -> int:
+    def _bytes_per_row(self, k: int) -> int:
         """Bytes of vLLM's row of a token: ids and log-probabilities of the top k and of the sampled token, its rank."""
-        return (self.n_logprobs + 1) * (4 + self.id_bytes) + self.id_bytes
+        return (k + 1) * (4 + self.id_bytes) + self.id_bytes
 
-    @property
-    def _bytes_per_copied_row(self) -> int:
+    @staticmethod
+    def _bytes_per_copied_row(k: int) -> int:
         """Bytes of our row: 4 for each id and log-probability of the top k, and for the sampled token's."""
-        return 4 * (2 * self.n_logprobs + 1)
+        return 4 * (2 * k + 1)
 
     def bytes_of(self, sequence: TeacherSequence) -> int:
         """Return the maximum host memory of one result: vLLM's rows of all tokens, and our copy of the response rows.
 
+        Support ids have an id and a log-probability in vLLM's rows of the response, and a log-probability in the copy.
         vLLM's rows of V2 are in pinned memory, whose blocks torch rounds up to powers of two. This is not counted.
         """
-        n_rows, n_scored = len(sequence.token_ids) - 1, len(sequence.token_ids) - sequence.prompt_len
-        return n_rows * self._bytes_per_row + n_scored * self._bytes_per_copied_row
+        k = self.n_logprobs if sequence.with_top_k else 0
+        support = sequence.n_support * (self.id_bytes + 4 + 4)
+        n_rows = len(sequence.token_ids) - 1
+        return n_rows * self._bytes_per_row(k) + sequence.n_scored * (self._bytes_per_copied_row(k) + support)
 
     def capacity_tokens(self, step: StepSize) -> int:
         """Return the tokens of two steps, or fewer if their results would exceed the memory."""
-        return max(1, min(2 * step.tokens, self.max_bytes // (self._bytes_per_row + self._bytes_per_copied_row)))
+        row_bytes = self._bytes_per_row(self.n_logprobs) + self._bytes_per_copied_row(self.n_logprobs)
+        return max(1, min(2 * step.tokens, self.max_bytes // row_bytes))
 
     def device_bytes(self, step: StepSize, max_model_len: int) -> int:
         """Return the maximum memory of unfinished results on the GPU (V2).
@@ -183,7 +186,7 @@ class ResultMemory:
             max_model_len: Longest sequence, in tokens.
         """
         n_steps = -(-max_model_len // step.max_sequence_tokens) + 1
-        return (n_steps * step.tokens + max_model_len) * self._bytes_per_row
+        return (n_steps * step.tokens + max_model_len) * self._bytes_per_row(self.n_logprobs)
 
 
 def describe_memory_shortage(free_bytes: int, needed_bytes: int, total_bytes: int, utilization: float) -> str | None:

@@ -7,7 +7,7 @@ Of this package, only this module and `vllm_internals` import vLLM; `vllm_queue`
 - one replaced function (`vllm_setup.keep_file_store_in`);
 - the layout of the KV cache (`vllm_internals.read_kv_cache`);
 - the model's `compute_logits` (`vllm_worker`);
-- the lookup in the prefix cache, and on a CPU the rows of the V1 model runner (`vllm_prompt_rows`);
+- the lookup in the prefix cache, and with the V1 model runner its rows of prompts (`vllm_prompt_rows`);
 - weights and KV cache of the model runner (`vllm_memory`), for `SLEEP_MODE` (`vllm_sleep`);
 - on CUDA, the number of rows of logits that the V2 model runner computes at a time (`vllm_worker`).
 
@@ -58,7 +58,7 @@ from teacher.engines.vllm_internals import (
     read_kv_cache,
 )
 from teacher.engines.vllm_memory import TeacherCalls
-from teacher.engines.vllm_prompt_rows import PROMPT_LEN, share_prompts
+from teacher.engines.vllm_prompt_rows import PROMPT_LEN, SUPPORT_IDS, share_prompts
 from teacher.engines.vllm_queue import SequenceQueue
 from teacher.engines.vllm_sleep import SleepMode
 from teacher.errors import TeacherError, TeacherRequestError, TeacherSetupError
@@ -100,7 +100,7 @@ class VllmEngine:
         args, step, runner = plan_engine(config, vocab_size, on_cpu=on_cpu)
         keep_prompt_logprobs_as_tensors()
         self._store = _keep_store_in_own_folder()
-        self._k, self._tp_size = config.n_logprobs, config.tp_size
+        self._k, self._tp_size, self._runner = config.n_logprobs, config.tp_size, runner
         self._logits = LogitSettings()
         self._temperature_error, self._n_ids_error, self._shares_prompts = "", "", True
         self._memory = ResultMemory(self._k, 8 if runner == "cuda_v2" else 4, config.max_result_mib * MIB)
@@ -125,8 +125,8 @@ class VllmEngine:
         if runner == "cuda_v2":
             limit_logit_rows(self._engine, step)
             self._check_device_memory(config, step)
-        if runner == "cpu":  # V1 on a GPU may still read the positions that this moves
-            self._engine.collective_rpc(TeacherCalls.skip_prompt_rows.__name__)
+        else:
+            self._engine.collective_rpc(TeacherCalls.score_responses.__name__)
         if config.dtype == "auto" and checkpoint.dtype == "float32":
             served = str(self._engine.model_config.dtype).removeprefix("torch.")
             logger.warning("DTYPE=auto serves the float32 checkpoint in %s; DTYPE=float32 keeps float32", served)
@@ -228,7 +228,7 @@ class VllmEngine:
         for output in outputs:
             key = int(output.request_id)
             if output.finished and (sequence := self._queue.complete(key)) is not None:
-                done.append((key, _scored(sequence, output.prompt_logprobs, self._k)))
+                done.append((key, self._scored(sequence, output)))
         return done
 
     def _step_engine(self) -> list[Any]:
@@ -304,19 +304,64 @@ class VllmEngine:
                 error,
             )
 
-    def _sampling_params(self, prompt_len: int) -> Any:
-        """Return vLLM's `SamplingParams` of a request with this number of prompt tokens."""
+    def _sampling_params(self, sequence: TeacherSequence) -> Any:
+        """Return vLLM's `SamplingParams` of a sequence."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        extra_args: dict[str, Any] = {PROMPT_LEN: sequence.prompt_len}
+        scored: dict[str, Any] = {"prompt_logprobs": self._k if sequence.with_top_k else 0}
+        if sequence.support_ids_TJ is not None and self._runner == "cuda_v2":
+            scored["prompt_logprob_start"] = sequence.prompt_len - 1
+            scored["prompt_logprob_token_ids"] = sequence.support_ids_TJ
+            if not sequence.with_top_k:  # vLLM computes the logits once instead of twice
+                sampled_T1 = sequence.token_ids[sequence.prompt_len :, None]
+                scored["prompt_logprob_token_ids"] = np.concatenate([sequence.support_ids_TJ, sampled_T1], axis=1)
+                scored["prompt_logprobs"] = None
+        elif sequence.support_ids_TJ is not None:
+            extra_args[SUPPORT_IDS] = sequence.support_ids_TJ
         return SamplingParams(
             max_tokens=1,
             temperature=0.0,
-            prompt_logprobs=self._k,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_reading_prefix_cache=not self._shares_prompts,
-            extra_args={PROMPT_LEN: prompt_len},
+            extra_args=extra_args,
+            **scored,
+        )
+
+    def _scored(self, sequence: TeacherSequence, output: Any) -> ScoredSequence:
+        """Return the scores of a finished output."""
+        k = self._k if sequence.with_top_k else 0
+        if output.prompt_logprobs is None:  # V2 with support ids alone: the last column is the token of the sequence
+            columns = output.prompt_token_id_logprobs
+            return _checked(
+                sequence,
+                k,
+                ScoredSequence(
+                    np.empty((len(columns), 0), np.float32),
+                    np.empty((len(columns), 0), np.int32),
+                    np.ascontiguousarray(columns[:, -1], dtype=np.float32),
+                    np.ascontiguousarray(columns[:, :-1], dtype=np.float32),
+                ),
+            )
+        logps, ids = output.prompt_logprobs.logprobs.numpy(), output.prompt_logprobs.logprob_token_ids.numpy()
+        # Rows of the prompt are at the beginning. V1 does not compute them, V2 omits those of cached tokens.
+        first, support_TJ = max(0, len(logps) - sequence.n_scored), output.prompt_token_id_logprobs
+        if sequence.n_support and support_TJ is None:
+            support_TJ = logps[first:, 1 + k :]
+        if not np.array_equal(ids[first:, 0], sequence.token_ids[sequence.prompt_len :]):
+            raise RuntimeError(f"vLLM returned prompt logprobs {logps.shape} that do not belong to the response tokens")
+        # Copies: a view would keep the prompt's rows in memory, and the wire format needs contiguous arrays.
+        return _checked(
+            sequence,
+            k,
+            ScoredSequence(
+                np.ascontiguousarray(logps[first:, 1 : 1 + k], dtype=np.float32),
+                np.ascontiguousarray(ids[first:, 1 : 1 + k], dtype=np.int32),
+                np.ascontiguousarray(logps[first:, 0], dtype=np.float32),
+                None if support_TJ is None else np.ascontiguousarray(support_TJ, dtype=np.float32),
+            ),
         )
 
     def _check_excluded_ids(self) -> None:
@@ -363,24 +408,18 @@ def _dtypes(model_config: Any, stored: str) -> str:
     return f"{dtype} ({', '.join(differing)})" if differing else dtype
 
 
-def _scored(sequence: TeacherSequence, tensors: Any, k: int) -> ScoredSequence:
-    """Return the response rows of vLLM's [N-1, 1+K] tensors, the last ones.
+def _checked(sequence: TeacherSequence, k: int, scored: ScoredSequence) -> ScoredSequence:
+    """Return scores of the expected shapes.
 
-    Column 0 is the token of the sequence itself. Rows of the prompt are not computed. V2 omits those of cached tokens.
+    Raises:
+        RuntimeError: A shape is wrong.
     """
-    response_T = sequence.token_ids[sequence.prompt_len :]
-    logps, ids = tensors.logprobs.numpy(), tensors.logprob_token_ids.numpy()
-    first = len(logps) - len(response_T)
-    if first < 0 or logps.shape[1] != 1 + k or not np.array_equal(ids[first:, 0], response_T):
-        raise RuntimeError(
-            f"vLLM returned prompt logprobs {logps.shape} that do not belong to the {len(response_T)} response tokens"
-        )
-    # Copies: a view would keep the prompt's rows in memory, and the wire format needs contiguous arrays.
-    return ScoredSequence(
-        topk_logps_TK=np.ascontiguousarray(logps[first:, 1 : 1 + k], dtype=np.float32),
-        topk_ids_TK=np.ascontiguousarray(ids[first:, 1 : 1 + k], dtype=np.int32),
-        sampled_logps_T=np.ascontiguousarray(logps[first:, 0], dtype=np.float32),
-    )
+    n_scored, support_TJ = sequence.n_scored, scored.support_logps_TJ
+    shapes = [scored.topk_logps_TK.shape, scored.topk_ids_TK.shape, scored.sampled_logps_T.shape]
+    shapes.append((n_scored, 0) if support_TJ is None else support_TJ.shape)
+    if shapes != [(n_scored, k), (n_scored, k), (n_scored,), (n_scored, sequence.n_support)]:
+        raise RuntimeError(f"vLLM returned prompt logprobs of shapes {shapes} for {n_scored} response tokens")
+    return scored
 
 
 def _keep_store_in_own_folder() -> tempfile.TemporaryDirectory[str]:

@@ -104,7 +104,7 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         "dtype": config.dtype,
         "hf_overrides": head_overrides(float32_head=_wants_float32_head(config, on_cpu=on_cpu)),
         "skip_tokenizer_init": True,
-        "max_logprobs": config.n_logprobs,
+        "max_logprobs": config.n_logprobs + 1,  # of V2: support ids, and the token of the sequence
     }
     # vLLM's own rule determines the maximum. With LongRoPE it is larger for a requested length than without one.
     requested: dict[str, Any] = {"max_model_len": config.max_model_len} if config.max_model_len else {}

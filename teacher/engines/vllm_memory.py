@@ -7,15 +7,15 @@ from typing import Any
 from teacher.common.storages import as_bytes, storages_of
 from teacher.common.tensor_checksum import tensor_checksums
 from teacher.common.vllm_worker import KvCacheCalls, LogitsCalls
-from teacher.engines.vllm_prompt_rows import skip_prompt_rows
+from teacher.engines.vllm_prompt_rows import score_responses
 
 
 class TeacherCalls(LogitsCalls, KvCacheCalls):
     """Methods for `worker_extension_cls` of a teacher, called through `LLMEngine.collective_rpc`."""
 
-    def skip_prompt_rows(self) -> None:
-        """Compute no logits of prompts. See `vllm_prompt_rows`."""
-        skip_prompt_rows(self.model_runner)
+    def score_responses(self) -> None:
+        """Score the response rows of requests. See `vllm_prompt_rows`."""
+        score_responses(self.model_runner)
 
     def checksum_weights(self) -> dict[str, int]:
         """Return a checksum of the memory of each parameter and buffer, by name. Shared memory is read once.

@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 class SequenceQueue:
     """Open sequences of one `LLMEngine`. `Admission` decides when vLLM gets each of them."""
 
-    def __init__(self, engine: Any, make_params: Callable[[int], Any], memory: ResultMemory) -> None:
+    def __init__(self, engine: Any, make_params: Callable[[TeacherSequence], Any], memory: ResultMemory) -> None:
         """Create an empty queue.
 
         Args:
             engine: vLLM's `LLMEngine`.
-            make_params: Number of prompt tokens -> vLLM's `SamplingParams` of a request.
+            make_params: Sequence -> vLLM's `SamplingParams` of its request.
             memory: Memory for the results of all admitted sequences.
         """
         self._engine, self._make_params, self._memory = engine, make_params, memory
@@ -46,7 +46,7 @@ class SequenceQueue:
         while (admitted := self._admission.admit()) is not None:
             key, sequence = admitted
             try:
-                params = self._make_params(sequence.prompt_len)
+                params = self._make_params(sequence)
                 self._engine.add_request(str(key), {"prompt_token_ids": sequence.token_ids.tolist()}, params)
             except Exception as error:  # of any type: vLLM validates a request before it takes it
                 logger.exception("vLLM rejected a sequence of %d tokens", len(sequence.token_ids))

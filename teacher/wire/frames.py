@@ -33,7 +33,7 @@ def pack(header: Header, arrays: Sequence[np.ndarray]) -> list[Frame]:
         code = f"{array.dtype.kind}{array.dtype.itemsize}"
         array = np.ascontiguousarray(array, dtype=_DTYPES[code])
         specs.append([code, *array.shape])
-        frames.append(array.data.cast("B"))
+        frames.append(array.data.cast("B") if array.size else b"")
     return [msgpack.packb(header | {"arrays": specs}), *frames]
 
 
@@ -100,8 +100,8 @@ def _decode_array(spec: Any, frame: Frame) -> np.ndarray:
         )
     dtype, shape = _DTYPES[spec[0]], spec[1:]
     announced_bytes = dtype.itemsize
-    for size in shape:
-        if type(size) is not int or not 1 <= size <= LIMITS.vocab_size:
+    for smallest, size in enumerate(reversed(shape), 2 - len(shape)):  # an array of rows may have no columns
+        if type(size) is not int or not smallest <= size <= LIMITS.vocab_size:
             raise TeacherProtocolError(
                 f"array sizes must be 1 to {LIMITS.vocab_size}, got {short(shape)}", entry="arrays"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Peers of different versions refuse each other. A peer that ignores a field would return scores of another request."""
 
 WireDtype = Literal["float32", "float16"]
@@ -30,7 +30,8 @@ class Limits:
         vocab_size: Vocabulary size, and size of each array dimension.
         eos_token_ids: End-of-sequence tokens of one model.
         last_tokens: Last tokens of one tokenizer, each of at most 1024 characters.
-        request_frame_bytes: Size of a frame sent to a worker: the token ids of one sequence.
+        request_frame_bytes: Size of a frame sent to a worker: the token ids of one sequence, or its support ids, such
+            as 64 ids at each of 256k positions.
         reply_frame_bytes: Size of a frame sent to a client: 1M tokens with top-4096, or 16k tokens with the whole
             vocabulary of 256k tokens.
         timeout_s: Deadline of a request, in seconds.
@@ -50,7 +51,7 @@ class Limits:
     vocab_size: int = 1 << 24
     eos_token_ids: int = 256
     last_tokens: int = 1024
-    request_frame_bytes: int = 4 << 20
+    request_frame_bytes: int = 64 << 20
     reply_frame_bytes: int = 16 << 30
     timeout_s: float = 7 * 24 * 3600.0
     stall_timeout_s: float = 1e6

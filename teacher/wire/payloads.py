@@ -16,16 +16,32 @@ from teacher.wire.request_checks import check_sequences, check_temperature
 
 
 class Sequences(WireType):
-    """Sequences to score. The arrays are copied, so the caller may change them while the message is queued."""
+    """Sequences to score. The arrays are copied, so the caller may change them while the message is queued.
 
-    entries = ("prompt_lens", "arrays")
+    If any sequence has support ids, the arrays of all token ids are followed by one of each sequence with its support
+    ids, [T, 0] for none.
+    """
+
+    entries = ("prompt_lens", "with_top_k", "arrays")
 
     def load(self, content: Content, name: str) -> list[TeacherSequence]:
         """Return the sequences."""
-        arrays, lens = content.arrays, content.header.get("prompt_lens")
-        if not isinstance(lens, list) or len(lens) != len(arrays):
-            raise TeacherProtocolError(f"expected {len(arrays)} prompt_lens, got {short(lens)}", entry="prompt_lens")
-        sequences = [TeacherSequence(ids_N, n) for ids_N, n in zip(arrays, lens, strict=True)]
+        arrays, lens = content.arrays, _list(content, "prompt_lens")
+        with_top_k = _list(content, "with_top_k")
+        if not lens or len(arrays) not in (len(lens), 2 * len(lens)):
+            raise TeacherProtocolError(
+                f"expected prompt_lens for {len(arrays)} arrays, or for half of them, got {short(lens)}",
+                entry="prompt_lens",
+            )
+        if len(with_top_k) != len(lens) or not all(type(flag) is bool for flag in with_top_k):
+            raise TeacherProtocolError(
+                f"expected {len(lens)} booleans in with_top_k, got {short(with_top_k)}", entry="with_top_k"
+            )
+        support = [None if not array.size else array for array in arrays[len(lens) :]] or [None] * len(lens)
+        sequences = [
+            TeacherSequence(ids_N, n, support_ids_TJ=support_TJ, with_top_k=flag)
+            for ids_N, n, support_TJ, flag in zip(arrays[: len(lens)], lens, support, with_top_k, strict=True)
+        ]
         try:
             check_sequences(sequences)
         except TeacherRequestError as error:
@@ -40,10 +56,25 @@ class Sequences(WireType):
         """
         check_sequences(value)
         content.header["prompt_lens"] = [sequence.prompt_len for sequence in value]
+        content.header["with_top_k"] = [sequence.with_top_k for sequence in value]
         content.arrays += [sequence.token_ids.copy() for sequence in value]
+        if any(sequence.n_support for sequence in value):
+            content.arrays += [
+                np.empty((sequence.n_scored, 0), np.int32)
+                if sequence.support_ids_TJ is None
+                else sequence.support_ids_TJ.copy()
+                for sequence in value
+            ]
 
     def __str__(self) -> str:
-        return "for each of them int32 [N]"
+        return "for each of them int32 [N]; with support ids then for each of them int32 [T,J]"
+
+
+def _list(content: Content, entry: str) -> list[Any]:
+    value = content.header.get(entry)
+    if not isinstance(value, list):
+        raise TeacherProtocolError(f"expected a list in {entry}, got {short(value)}", entry=entry)
+    return value
 
 
 class Settings(WireType):
@@ -67,7 +98,10 @@ class Settings(WireType):
 
 
 class Scores(WireType):
-    """Scores of sequences. The arrays are not copied: a received score is a view of the frames."""
+    """Scores of sequences. The arrays are not copied: a received score is a view of the frames.
+
+    Log-probabilities of support ids follow in the columns after the top k. Their ids are not sent back.
+    """
 
     entries = ("arrays",)
 
@@ -81,19 +115,30 @@ class Scores(WireType):
         scored = []
         for i, (logps_TK, ids_TK, sampled_T) in enumerate(zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True)):
             got = [(array.dtype.str, array.shape) for array in (logps_TK, ids_TK, sampled_T)]
-            shape = logps_TK.shape
-            if len(shape) != 2 or got[0][0] not in ("<f4", "<f2") or got[1:] != [("<i4", shape), ("<f4", shape[:1])]:
+            shape, k = logps_TK.shape, ids_TK.shape[-1]
+            if (
+                len(shape) != 2
+                or got[0][0] not in ("<f4", "<f2")
+                or got[1:] != [("<i4", (shape[0], k)), ("<f4", shape[:1])]
+                or not 0 <= k <= shape[1]
+            ):
                 raise TeacherProtocolError(f"expected {self}, got {short(got)}", sequence=i)
-            scored.append(ScoredSequence(logps_TK, ids_TK, sampled_T))
+            if k == shape[1]:
+                scored.append(ScoredSequence(logps_TK, ids_TK, sampled_T))
+            else:
+                scored.append(ScoredSequence(logps_TK[:, :k], ids_TK, sampled_T, logps_TK[:, k:]))
         return scored
 
     def store(self, content: Content, name: str, value: Any) -> None:
         """Add the arrays."""
         for sequence in value:
-            content.arrays += (sequence.topk_logps_TK, sequence.topk_ids_TK, sequence.sampled_logps_T)
+            logps, support_TJ = sequence.topk_logps_TK, sequence.support_logps_TJ
+            if support_TJ is not None:
+                logps = np.concatenate([logps, support_TJ], axis=1) if logps.shape[1] else support_TJ
+            content.arrays += (logps, sequence.topk_ids_TK, sequence.sampled_logps_T)
 
     def __str__(self) -> str:
-        return "for each sequence float32 or float16 [T,K], int32 [T,K], float32 [T]"
+        return "for each sequence float32 or float16 [T,K+J], int32 [T,K], float32 [T]"
 
 
 class StatusText(WireType):

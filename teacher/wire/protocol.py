@@ -5,10 +5,10 @@ A message is one msgpack header frame, followed by raw little-endian array frame
     header = {"v": PROTOCOL_VERSION, "kind": "score", "id": 7, ..., "arrays": [["i4", 12], ["f4", 5, 64], ...]}
     frames = [msgpack(header), array 0, array 1, ...]
 
-Arrays are ragged: one (request) or three (reply) per sequence, response positions only, without padding. Nothing is
-unpickled. Every count, size and dtype is compared with ``LIMITS`` and with the received bytes before it is used, so an
-invalid header causes an error but no large allocation. The entries ``v``, ``kind``, ``id``, ``code`` and ``message``
-keep their meaning in every protocol version, so that the text of an error can always be decoded.
+Arrays are ragged: one or two (request) or three (reply) per sequence, response positions only, without padding.
+Nothing is unpickled. Every count, size and dtype is compared with ``LIMITS`` and with the received bytes before it is
+used, so an invalid header causes an error but no large allocation. The entries ``v``, ``kind``, ``id``, ``code`` and
+``message`` keep their meaning in every protocol version, so that the text of an error can always be decoded.
 """
 
 from __future__ import annotations

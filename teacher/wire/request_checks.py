@@ -70,6 +70,48 @@ def _check_sequence(i: int, sequence: TeacherSequence) -> None:
             sequence=i,
             argument="prompt_len",
         )
+    _check_support(i, sequence)
+
+
+def _check_support(i: int, sequence: TeacherSequence) -> None:
+    support_TJ = sequence.support_ids_TJ
+    if type(sequence.with_top_k) is not bool:
+        raise TeacherRequestError(
+            f"with_top_k must be True or False, got {short(sequence.with_top_k):.40}", sequence=i, argument="with_top_k"
+        )
+    if support_TJ is None:
+        if not sequence.with_top_k:
+            raise TeacherRequestError(
+                "with_top_k=False without support_ids_TJ: no id would be scored",
+                sequence=i,
+                argument="with_top_k",
+                remedy="set support_ids_TJ, or with_top_k=True",
+            )
+        return
+    is_int32 = isinstance(support_TJ, np.ndarray) and support_TJ.dtype == np.int32 and support_TJ.ndim == 2
+    if not is_int32 or len(support_TJ) != sequence.n_scored or not 1 <= support_TJ.shape[1] <= LIMITS.vocab_size:
+        is_array = isinstance(support_TJ, np.ndarray)
+        got = f"{support_TJ.dtype} {list(support_TJ.shape)}" if is_array else type(support_TJ).__name__
+        raise TeacherRequestError(
+            f"support_ids_TJ must be a numpy int32 array [T, J] of the {sequence.n_scored} response tokens, got {got}",
+            sequence=i,
+            argument="support_ids_TJ",
+        )
+    if support_TJ.nbytes > LIMITS.request_frame_bytes:
+        raise TeacherRequestError(
+            f"support_ids_TJ has {support_TJ.nbytes >> 20} MiB, at most {LIMITS.request_frame_bytes >> 20} MiB can be "
+            "sent",
+            sequence=i,
+            argument="support_ids_TJ",
+            options=("actor_rollout_ref.teacher.student_top_k",),
+            remedy="lower actor_rollout_ref.teacher.student_top_k",
+        )
+    if support_TJ.min() < -1:
+        raise TeacherRequestError(
+            f"support_ids_TJ: got the token id {support_TJ.min()}, expected token ids, or -1 for an unused entry",
+            sequence=i,
+            argument="support_ids_TJ",
+        )
 
 
 def check_temperature(temperature: Any) -> float:

@@ -42,7 +42,12 @@ def expected_scores(sequence: TeacherSequence, temperature: float = 1.0) -> Scor
     response_T = sequence.token_ids[sequence.prompt_len :]
     topk_ids_TK = (response_T[:, None] + np.arange(4, dtype=np.int32)) % 100
     topk_logps_TK = -topk_ids_TK.astype(np.float32) / np.float32(temperature)
-    return ScoredSequence(topk_logps_TK, topk_ids_TK, -response_T.astype(np.float32) / np.float32(temperature))
+    sampled_T = -response_T.astype(np.float32) / np.float32(temperature)
+    if sequence.support_ids_TJ is None:
+        return ScoredSequence(topk_logps_TK, topk_ids_TK, sampled_T)
+    k = slice(None if sequence.with_top_k else 0)
+    support_TJ = -(sequence.support_ids_TJ + response_T[:, None]).astype(np.float32) / np.float32(temperature)
+    return ScoredSequence(topk_logps_TK[:, k], topk_ids_TK[:, k], sampled_T, support_TJ)
 
 
 class FakeEngine:

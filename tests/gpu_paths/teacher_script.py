@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from teacher.engines.vllm_memory import TeacherCalls
 from teacher.records import LogitSettings, ScoredSequence, TeacherSequence
 from tests.gpu_paths import v2_runner
 
-TOP_K = 8
+TOP_K, N_SUPPORT = 8, 5
 STEP_TOKENS, LOGIT_ROWS = 48, 10
 TEMPERATURES = (1.0, 2.0, 0.5)
 DISCARDED, STEPS_BEFORE_DISCARD = (5, 7), 3
@@ -36,6 +36,16 @@ def sequences() -> list[TeacherSequence]:
     """Return the sequences, by key. Four of them are longer than a step."""
     rng = np.random.default_rng(0)
     return [TeacherSequence(rng.integers(0, _VOCABULARY, n, dtype=np.int32), 1 + n // 3) for n in _LENGTHS]
+
+
+def with_support() -> list[TeacherSequence]:
+    """Return the sequences with support ids, one of which is unused; every other one without the top k."""
+    rng, found = np.random.default_rng(1), []
+    for key, each in enumerate(sequences()):
+        ids_TJ = np.array([rng.permutation(_VOCABULARY)[:N_SUPPORT] for _ in range(each.n_scored)], np.int32)
+        ids_TJ[:, 1] = -1
+        found.append(TeacherSequence(each.token_ids, each.prompt_len, support_ids_TJ=ids_TJ, with_top_k=bool(key % 2)))
+    return found
 
 
 def use_steps_of_a_gpu() -> None:
@@ -64,10 +74,15 @@ def record_rows() -> list[int]:
     return rows
 
 
-def score(engine: VllmEngine, settings: LogitSettings, discarded: tuple[int, ...] = ()) -> dict[int, dict[str, Any]]:
+def score(
+    engine: VllmEngine,
+    settings: LogitSettings,
+    discarded: tuple[int, ...] = (),
+    added: Sequence[TeacherSequence] | None = None,
+) -> dict[int, dict[str, Any]]:
     """Return the scores of all sequences by key, as lists."""
     engine.set_logits(settings)
-    for key, sequence in enumerate(sequences()):
+    for key, sequence in enumerate(added or sequences()):
         engine.check(sequence, settings)
         engine.add(key, sequence)
     found: dict[int, dict[str, Any]] = {}
@@ -75,7 +90,7 @@ def score(engine: VllmEngine, settings: LogitSettings, discarded: tuple[int, ...
     while engine.has_work():
         for key, scored in engine.step():
             assert isinstance(scored, ScoredSequence), scored
-            found[key] = {name: array.tolist() for name, array in vars(scored).items()}
+            found[key] = {name: array.tolist() for name, array in vars(scored).items() if array is not None}
         n_steps += 1
         if n_steps == STEPS_BEFORE_DISCARD:
             engine.discard(list(discarded))
@@ -92,6 +107,7 @@ def main(result: str, model: str, async_scheduling: str) -> None:
     found["scores"] = {f"{each:g}": score(engine, LogitSettings(each)) for each in TEMPERATURES}
     found["after discard"] = score(engine, LogitSettings(), DISCARDED)
     found["rows"] = rows
+    found["support"] = {f"{each:g}": score(engine, LogitSettings(each), added=with_support()) for each in TEMPERATURES}
     engine.close()
     Path(result).write_text(json.dumps(found))
 

@@ -12,7 +12,15 @@ import torch
 from recipe_gkd.commands.gpu_smoke.reference import response_logits
 from recipe_gkd.commands.gpu_smoke.tiny_models import read_model, write_model
 from tests.gpu_paths import teacher_script
-from tests.gpu_paths.teacher_script import DISCARDED, LOGIT_ROWS, STEP_TOKENS, TEMPERATURES, TOP_K, sequences
+from tests.gpu_paths.teacher_script import (
+    DISCARDED,
+    LOGIT_ROWS,
+    STEP_TOKENS,
+    TEMPERATURES,
+    TOP_K,
+    sequences,
+    with_support,
+)
 from tests.gpu_paths.v2_runner import run_script
 
 LIMIT = 5e-5  # of the errors of log-probabilities at temperature 1; up to 6e-6 was found
@@ -75,6 +83,25 @@ def test_engine_with_v2_runner_agrees_with_transformers(
     assert sorted(map(int, scores)) == list(range(len(sequences())))
     assert largest_error(scores, logits[1], temperature) < LIMIT / temperature
     assert largest_error(scores, logits[1], 1.1 * temperature) > 0.1  # so that a wrong temperature is noticed
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_engine_with_v2_runner_scores_support_ids(
+    logits: tuple[Path, list[np.ndarray]], found: dict[str, Any], temperature: float
+) -> None:
+    scores = found["support"][f"{temperature:g}"]
+    assert sorted(map(int, scores)) == list(range(len(sequences())))
+    with_top_k = {key: each for key, each in scores.items() if with_support()[int(key)].with_top_k}
+    assert largest_error(with_top_k, logits[1], temperature) < LIMIT / temperature
+    for key, scored in scores.items():
+        sequence = with_support()[int(key)]
+        logps_TV = torch.from_numpy(logits[1][int(key)] / temperature).log_softmax(-1).numpy()
+        assert sequence.support_ids_TJ is not None
+        expected_TJ = np.take_along_axis(logps_TV, np.maximum(sequence.support_ids_TJ, 0), 1)
+        expected_TJ[:, 1] = -np.inf
+        np.testing.assert_allclose(scored["support_logps_TJ"], expected_TJ, atol=LIMIT / temperature, rtol=0)
+        sampled_T = np.take_along_axis(logps_TV, sequence.token_ids[sequence.prompt_len :, None], 1)[:, 0]
+        np.testing.assert_allclose(scored["sampled_logps_T"], sampled_T, atol=LIMIT / temperature, rtol=0)
 
 
 def test_engine_with_v2_runner_after_discard_scores_the_other_sequences(

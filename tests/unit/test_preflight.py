@@ -66,7 +66,7 @@ class Teacher:
         return future
 
 
-TOP_K = "actor_rollout_ref.teacher.top_k"
+TOP_K, SUPPORT = "actor_rollout_ref.teacher.top_k", "actor_rollout_ref.teacher.support"
 
 
 class TestCheckTeachers:
@@ -77,6 +77,17 @@ class TestCheckTeachers:
         with raises(TeacherRequestError, sequence=0):
             check_teachers({"t": teacher}, STUDENT, make_config("gkd.distill_temperature=2"))
         assert teacher.requests == [([2], 2.0)]
+
+    def test_support_ids_are_tried_before_the_run(self) -> None:
+        teacher = Teacher()
+        with raises(TeacherRequestError, sequence=0):
+            check_teachers({"t": teacher}, STUDENT, make_config(f"{SUPPORT}=student"))
+        assert teacher.requests == [([2], 1.0)]
+
+    def test_more_student_ids_than_the_vocabulary_are_refused(self) -> None:
+        overrides = [f"{SUPPORT}=union", "actor_rollout_ref.teacher.student_top_k=61"]
+        with raises(ConfigError, keys=("actor_rollout_ref.teacher.student_top_k",)):
+            check_teachers({"t": Teacher()}, STUDENT, make_config(*overrides))
 
     def test_two_teachers_returns_union_of_eos_ids(self) -> None:
         """The padding of the output layers may differ."""

@@ -20,7 +20,7 @@ from recipe_gkd.config.teachers import addresses, names
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.model_files import Student
-from recipe_gkd.preflight import check_stop_ids, check_teacher, check_teacher_prompts
+from recipe_gkd.preflight import check_stop_ids, check_teacher, check_teacher_prompts, two_tokens
 from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, scores_any_sequence, timeout_error
 from recipe_gkd.teachers.prompts import make_teacher_prompts
 from recipe_gkd.teachers.router import Teachers, open_teachers
@@ -72,7 +72,7 @@ def _check(
         info = check_teacher(name, client, student, config)
         infos.append(info)
         if not config.actor_rollout_ref.teacher.sleep_between_batches and scores_any_sequence(client):
-            _score_two_tokens(name, client)
+            _score_two_tokens(name, client, two_tokens(config))
     except TeacherError as error:
         yield Finding(label, "problem", f"{error}{_hint(name, client, config)}")
         return
@@ -99,8 +99,8 @@ def _prompt_findings(config: Config, data_set: DataSet, student: Student, teache
     return [Finding("teacher prompts", "ok", f"longest of {len(data)} rendered prompts, in tokens: {longest}")]
 
 
-def _score_two_tokens(name: str, client: TeacherBackend) -> None:
-    request = client.submit([TeacherSequence(np.zeros(2, np.int32), prompt_len=1)], _SCORE_TIMEOUT_S)
+def _score_two_tokens(name: str, client: TeacherBackend, sequence: TeacherSequence) -> None:
+    request = client.submit([sequence], _SCORE_TIMEOUT_S)
     wait([request], _SCORE_TIMEOUT_S + RESULT_MARGIN_S)
     if not request.done():
         request.cancel()

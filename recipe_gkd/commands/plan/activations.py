@@ -57,14 +57,14 @@ class MicroBatchMemory:
     top_k: float
 
 
-def micro_batch_memory(config: Config, device: str, dims: StudentDims, top_k: int) -> MicroBatchMemory:
+def micro_batch_memory(config: Config, device: str, dims: StudentDims, n_ids: int) -> MicroBatchMemory:
     """Return the memory of the largest micro-batch, all of whose positions may be response tokens.
 
     With pipeline parallelism the sum is for the fuller one of the first and the last stage.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
-        top_k: Number of ids of the teacher at each position.
+        n_ids: Number of ids with a log-probability of the teacher, at each position.
     """
     actor = config.actor_rollout_ref.actor
     item, is_megatron = ITEM_BYTES[actor.dtype], actor.strategy == "megatron"
@@ -74,7 +74,7 @@ def micro_batch_memory(config: Config, device: str, dims: StudentDims, top_k: in
     rows = micro_batch_tokens(config)
     tokens = rows / cp
     first = tokens * item * _kept_per_token(config, device, dims) * (pp if pp > 1 else 1)
-    logits, scores = _logits_bytes(config, device, dims, tokens, tp), tokens * top_k * _TEACHER_ENTRY_BYTES
+    logits, scores = _logits_bytes(config, device, dims, tokens, tp), tokens * n_ids * _TEACHER_ENTRY_BYTES
     last = first / pp + logits + scores
     if pp > 1 and first >= last:
         return MicroBatchMemory(activations=first, logits=0.0, top_k=0.0)

@@ -67,7 +67,7 @@ def plan_text(device: str, estimate: RunEstimate, change: Change | None) -> str:
         f"step: {estimate.tokens} tokens at most, {estimate.micro_batches} micro-batches of up to "
         f"{estimate.micro_batch_tokens} tokens per data-parallel rank",
         f"weight sync: {size_text(estimate.sync_bytes)} to each rollout worker",
-        f"teacher: {size_text(estimate.teacher_bytes)} per step at most, top {estimate.top_k}",
+        f"teacher: {size_text(estimate.teacher_bytes)} per step at most, {estimate.n_ids} ids per position",
         f"KV cache: {_cache_text(estimate)}",
         f"memory of a {kind}: {memory}",
         *(line for pool in estimate.pools for line in _pool_lines(pool)),

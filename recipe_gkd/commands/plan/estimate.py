@@ -10,6 +10,7 @@ from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.actor.student_dims import StudentDims
 from recipe_gkd.commands.plan.activations import MicroBatchMemory, micro_batch_memory, micro_batch_tokens
 from recipe_gkd.config.schema import Config
+from recipe_gkd.config.support import Support
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
 from recipe_gkd.memory_budget.phases import ACTOR_PARTS, PhaseMemory, engine_overhead, phase_memory
 from recipe_gkd.rollout.limits import engine_length
@@ -57,7 +58,7 @@ class RunEstimate:
         micro_batch_tokens: Tokens of a micro-batch at most.
         sync_bytes: Bytes that a weight sync sends to each rollout worker.
         teacher_bytes: Bytes that the teachers send per step at most.
-        top_k: Number of ids of the teacher at each position.
+        n_ids: Number of ids with a log-probability of the teacher, at each position.
     """
 
     n_parameters: int
@@ -72,7 +73,7 @@ class RunEstimate:
     micro_batch_tokens: int
     sync_bytes: float
     teacher_bytes: float
-    top_k: int
+    n_ids: int
 
 
 def estimate_run(config: Config, device: str, device_memory: int | None) -> RunEstimate:
@@ -90,7 +91,8 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
     settings, data = config.actor_rollout_ref, config.data
     actor, dims = read_actor_memory(config), read_student_dims(settings.model.path, config)
     top_k = min(settings.teacher.top_k or _DEFAULT_TOP_K, dims.vocab_size)
-    batch = micro_batch_memory(config, device, dims, top_k)
+    n_ids = Support.of(config).n_ids(top_k)
+    batch = micro_batch_memory(config, device, dims, n_ids)
     by_phase = phase_memory(config, device, actor, device_memory)
     phases: dict[str, PhaseMemory] = {phase.phase: phase for phase in by_phase}
     pools = _pools(config, device, actor, batch, phases)
@@ -99,7 +101,7 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
     excesses = [] if device_memory is None else list(_excesses(config, pools, device_memory, cache, dims))
     n_responses, longest = data.train_batch_size * settings.rollout.n, data.max_prompt_length + data.max_response_length
     item = ITEM_BYTES[settings.actor.dtype]
-    per_position = top_k * (6 if settings.teacher.wire_dtype == "float16" else 8) + 4
+    per_position = n_ids * (6 if settings.teacher.wire_dtype == "float16" else 8) + 4
     per_batch = max(1, micro_batch_tokens(config) // longest)
     return RunEstimate(
         n_parameters=actor.n_weights,
@@ -114,7 +116,7 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
         micro_batch_tokens=micro_batch_tokens(config),
         sync_bytes=actor.n_weights * item,
         teacher_bytes=n_responses * data.max_response_length * per_position,
-        top_k=top_k,
+        n_ids=n_ids,
     )
 
 

@@ -16,8 +16,11 @@ from recipe_gkd.config.schema.unused import (
     NO_RECORDING,
     NO_SCORING_WORKERS,
     NO_SERVICE,
+    NO_SUPPORT_IDS,
     NO_TEACHER,
+    ONLY_STUDENT_SUPPORT,
     STUDENT_PROMPTS,
+    TEACHER_SUPPORT,
     needs,
     unused_with,
 )
@@ -27,6 +30,7 @@ from teacher.client import MAX_CONNECTIONS
 
 TeacherVocabulary = Literal["equal", "compatible"]
 TeacherFailureMode = Literal["fail", "wait", "skip_samples"]
+TeacherSupport = Literal["teacher", "student", "union"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -151,9 +155,24 @@ class TeacherConfig:
     timeout_s: float = timeout("one request to the teacher, in seconds.")
     top_k: int | None = key(
         "Number of token ids per position to request. null: all that the teacher returns.",
-        unused=[NO_TEACHER],
+        unused=[NO_TEACHER, ONLY_STUDENT_SUPPORT],
         ge=1,
         le=1 << 24,
+    )
+    support: TeacherSupport = key(
+        "Ids of a position that the divergence compares one by one; all others are the tail. `teacher`: the teacher's "
+        "top k, for forward KL. `student`: the student's `student_top_k` likeliest ids when it sampled the token, at "
+        "which the teacher returns its log-probabilities, for reverse KL. `union`: both. Responses that the student "
+        "has not sampled have the teacher's top k.",
+        unused=[NO_TEACHER],
+        refused=[NO_SUPPORT_IDS],
+    )
+    student_top_k: int = key(
+        "Number of the student's likeliest ids in the support, at most the service's `N_LOGPROBS`. Rollout engines "
+        "return them with each token.",
+        unused=[NO_TEACHER, TEACHER_SUPPORT],
+        ge=1,
+        le=1 << 16,
     )
     wire_dtype: WireDtype = key(
         "Data type of top-k log-probabilities in transit. `float16` saves a quarter of the bytes and keeps 11 bits of "

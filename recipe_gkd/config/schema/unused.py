@@ -97,6 +97,13 @@ NO_FSDP = needs(lambda config: config.actor_rollout_ref.actor.strategy, "fsdp")
 NO_SERVICE = with_backends("hf", "http", "recorded", enable="zmq")
 NO_SCORING_WORKERS = with_backends("hf", "recorded", enable="zmq")
 NO_HTTP_SERVER = with_backends("hf", "zmq", "recorded", enable="http")
+NO_SUPPORT_IDS = with_backends("http", "recorded", enable="zmq")
+TEACHER_SUPPORT = unused_with(lambda config: config.actor_rollout_ref.teacher.support, "teacher", "student")
+ONLY_STUDENT_SUPPORT = UnusedWhen(
+    lambda config: config.actor_rollout_ref.teacher.support == "student" and not config.gkd.sft_share,
+    lambda config: config.actor_rollout_ref.teacher.support,
+    "union",
+)
 NO_RECORDING = with_backends("hf", "zmq", "http", enable="recorded")
 GREEDY = unused_with(lambda config: config.actor_rollout_ref.rollout.temperature, 0, "1")
 GREEDY_VALIDATION = unused_with(lambda config: config.actor_rollout_ref.rollout.val_kwargs.temperature, 0, "1")

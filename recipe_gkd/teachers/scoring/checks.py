@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from recipe_gkd.config.keys import TEACHER
 from teacher.errors import TeacherProtocolError
 from teacher.records import ScoredSequence, TeacherSequence
 
@@ -23,13 +24,30 @@ def check_scores(name: str, sequences: Sequence[TeacherSequence], scored: Sequen
     if len(scored) != len(sequences):
         raise TeacherProtocolError(f"sent {len(sequences)} sequences, got scores of {len(scored)}", teacher=name)
     for i, (sequence, result) in enumerate(zip(sequences, scored, strict=True)):
-        n_rows = len(sequence.token_ids) - sequence.prompt_len
+        n_rows, least_k = sequence.n_scored, int(sequence.with_top_k)
         shapes = [np.shape(array) for array in (result.topk_logps_TK, result.topk_ids_TK, result.sampled_logps_T)]
         k = shapes[0][-1] if len(shapes[0]) == 2 else 0
-        if k < 1 or shapes != [(n_rows, k), (n_rows, k), (n_rows,)]:
+        if k < least_k or shapes != [(n_rows, k), (n_rows, k), (n_rows,)]:
             raise TeacherProtocolError(
                 f"{n_rows} response tokens, got topk_logps_TK, topk_ids_TK and sampled_logps_T of shapes "
                 f"{', '.join(map(str, shapes))}, expected [T, K], [T, K] and [T]",
                 teacher=name,
                 sequence=i,
             )
+        _check_support(name, i, sequence, result)
+
+
+def _check_support(name: str, i: int, sequence: TeacherSequence, result: ScoredSequence) -> None:
+    if sequence.support_ids_TJ is None:
+        return
+    expected = sequence.support_ids_TJ.shape
+    got = None if result.support_logps_TJ is None else np.shape(result.support_logps_TJ)
+    if got != expected:
+        raise TeacherProtocolError(
+            f"the sequence has support_ids_TJ of shape {expected}, got support_logps_TJ "
+            f"{'None' if got is None else f'of shape {got}'}",
+            teacher=name,
+            sequence=i,
+            options=(f"{TEACHER}.support",),
+            remedy=f"return the log-probabilities of these ids, or set {TEACHER}.support=teacher",
+        )

@@ -59,8 +59,13 @@ class ClientDescription(Protocol):
         ...
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of the top-k of one position."""
+    def n_columns(self) -> int:
+        """Size of the top k of one position."""
+        ...
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of an id with its log-probability."""
         ...
 
     def open(self) -> ScoringClient:

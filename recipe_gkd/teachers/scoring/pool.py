@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnschedulableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from recipe_gkd.config.support import Support
 from recipe_gkd.data.samples import StoredTopK
 from recipe_gkd.errors import WorkerDied
 from recipe_gkd.ray_cluster.node_probe import locate, node_addresses, own_node, run_on_node
@@ -76,6 +77,7 @@ class ScoringPool:
         *,
         per_node: int,
         max_restarts: int = 0,
+        support: Support | None = None,
     ) -> None:
         """Create a pool without workers.
 
@@ -86,8 +88,9 @@ class ScoringPool:
                 address, and returns its handle.
             per_node: Number of workers on each node.
             max_restarts: Number of restarts that Ray may make of each worker.
+            support: Ids of a row. None: the teacher's top k.
         """
-        self._max_restarts = max_restarts
+        self._max_restarts, self._support = max_restarts, support or Support()
         self.group: WorkerGroup[ScoringWorker] = WorkerGroup("scoring", [])
         self.homes, self.n_restarts = Homes((), ()), 0
         self.nodes: dict[str, str] = {}
@@ -108,6 +111,7 @@ class ScoringPool:
         *,
         per_node: int,
         max_restarts: int,
+        support: Support | None = None,
         env: Mapping[str, str] | None = None,
     ) -> ScoringPool:
         """Start the workers, without waiting for them.
@@ -117,13 +121,14 @@ class ScoringPool:
             nodes: Nodes of the actor pool: Ray's id -> address.
             per_node: Number of workers on each node.
             max_restarts: Number of restarts that Ray may make of each worker.
+            support: Ids of a row. None: the teacher's top k.
             env: Environment variables of the workers.
         """
         nodes = dict(nodes)
         if any(spec.is_loopback for spec in specs.values()):
             nodes.setdefault(own_node(), "of the driver")
         start_worker = partial(_start_worker, max_restarts=max_restarts, env=dict(env or {}))
-        pool = cls(specs, own_node(), start_worker, per_node=per_node, max_restarts=max_restarts)
+        pool = cls(specs, own_node(), start_worker, per_node=per_node, max_restarts=max_restarts, support=support)
         pool.start_on(nodes)
         return pool
 
@@ -145,8 +150,11 @@ class ScoringPool:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of the top-k, of the teacher with the largest rows."""
-        return max(spec.row_bytes for spec in self._specs.values())
+        """Bytes of a row, of the teacher with the largest rows."""
+        return max(map(self._row_bytes, self._specs.values()))
+
+    def _row_bytes(self, spec: ClientDescription) -> int:
+        return self._support.n_ids(spec.n_columns) * spec.entry_bytes
 
     def node_shares(self) -> dict[str, float]:
         """Return the largest part of a batch's rows that each node may get, by its id. The homes must be set."""
@@ -203,14 +211,14 @@ class ScoringPool:
         of_home: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for index, uid in enumerate(request.uids):  # by the reading node too, so that it fetches no rows of others
             of_home[self._home_of(request.teacher, uid), self.homes.of_uid(uid)].append(index)
-        row_bytes = self._specs[request.teacher].row_bytes
+        row_bytes = self._row_bytes(self._specs[request.teacher])
         parts: list[tuple[int, list[int]]] = []
         for (home, _), indices in of_home.items():
             part: list[int] = []
             n_bytes = 0
             for index in indices:
                 sequence = request.sequences[index]
-                needed = (len(sequence.token_ids) - sequence.prompt_len) * row_bytes
+                needed = sequence.n_scored * row_bytes
                 if part and n_bytes + needed > PART_BYTES:
                     parts.append((home, part))
                     part, n_bytes = [], 0

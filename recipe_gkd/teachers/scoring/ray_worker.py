@@ -18,6 +18,7 @@ from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.teachers.scoring.checks import check_scores
 from recipe_gkd.teachers.scoring.clients import ClientDescription, ScoringClient
+from recipe_gkd.teachers.scoring.support import rows_of
 from teacher.common.machine_checks import SHARED_MEMORY
 from teacher.errors import TeacherChanged, TeacherError, TeacherTimeout, TeacherUnavailable
 from teacher.records import TeacherSequence
@@ -113,7 +114,7 @@ class ScoringWorker:
             check_scores(teacher, sequences, scored)
         except TeacherError as error:
             return error, []
-        block = [(result.topk_logps_TK, result.topk_ids_TK) for result in scored]
+        block = [rows_of(sequence, result) for sequence, result in zip(sequences, scored, strict=True)]
         n_bytes = [logps_TK.nbytes + ids_TK.nbytes for logps_TK, ids_TK in block]
         return PartScores([result.sampled_logps_T for result in scored], n_bytes, os.getpid()), block
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from recipe_gkd.config import Config
+from recipe_gkd.config.support import Support
 from recipe_gkd.ray_cluster.object_store import store_bytes, warn_if_small
 from recipe_gkd.runtime.worker_variables import worker_variables
 from recipe_gkd.teachers.scoring.clients import ClientDescription
@@ -26,6 +27,7 @@ def start_scoring(config: Config, specs: Mapping[str, ClientDescription], nodes:
     return ScoringPool.start(
         specs,
         nodes,
+        support=Support.of(config),
         per_node=config.actor_rollout_ref.teacher.scoring_workers_per_node,
         max_restarts=config.trainer.max_worker_restarts,
         env=worker_variables({}, environment=os.environ, extra=config.ray_init.env_vars),

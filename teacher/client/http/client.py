@@ -80,10 +80,14 @@ class HttpClientSpec:
         return any(is_loopback(endpoint.host) for endpoint in self.endpoints)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of the top-k of one position."""
-        k = self.top_k or (DEFAULT_TOP_K if self.model is None else self.model.n_logprobs)
-        return k * _ROW_ENTRY_BYTES
+    def n_columns(self) -> int:
+        """Size of the top k of one position."""
+        return self.top_k or (DEFAULT_TOP_K if self.model is None else self.model.n_logprobs)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of an id with its log-probability."""
+        return _ROW_ENTRY_BYTES
 
     def open(self) -> HttpTeacherClient:
         """Return a new client that fits this description."""

@@ -36,6 +36,8 @@ OLD, NEW = 1, 2  # seeds of the weights before and after a sync
 TRANSPORT_TIMEOUT_S = 15.0
 BUCKET_BYTES = 30_000
 SHAPED = ["actor_rollout_ref.rollout.temperature=0.7", "actor_rollout_ref.rollout.top_p=0.95"]
+N_STUDENT_IDS = 5
+STUDENT_IDS = ["actor_rollout_ref.teacher.support=student", f"actor_rollout_ref.teacher.student_top_k={N_STUDENT_IDS}"]
 
 
 def make_synchronizer(
@@ -68,7 +70,7 @@ class Pool:
 
     Worker 0 starts from the tied weights OLD, worker 1 from the tied weights NEW in a folder that also stores the
     output layer, and worker 2 from the untied weights OLD. The output layer of the untied model is padded, and no token
-    may come from the padding. Worker 2 samples with ``SHAPED``, and also stops at ``TEACHER_EOS``.
+    may come from the padding. Worker 2 samples with ``SHAPED``, returns ``STUDENT_IDS``, and also stops at ``TEACHER_EOS``.
 
     Attributes:
         handles: Ray handles of the workers.
@@ -167,7 +169,7 @@ def pool(ray_session: None, folders: dict[tuple[int, bool], Path]) -> Iterator[P
     starts: list[tuple[tuple[int, bool], list[str], list[int]]] = [
         ((OLD, True), [], []),
         ((NEW, True), [], []),
-        ((OLD, False), SHAPED, [TEACHER_EOS]),
+        ((OLD, False), [*SHAPED, *STUDENT_IDS], [TEACHER_EOS]),
     ]
     timeout = f"actor_rollout_ref.nccl_timeout={TRANSPORT_TIMEOUT_S}"
     handles = [

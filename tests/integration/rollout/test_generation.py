@@ -29,7 +29,7 @@ from tests._support.rollout_models import (
     reference_logprobs,
 )
 from tests._support.waiting import PATIENCE_S
-from tests.integration.rollout.conftest import NEW, OLD, Pool
+from tests.integration.rollout.conftest import N_STUDENT_IDS, NEW, OLD, Pool
 
 MANY = 3000  # prompts that keep an engine busy for longer than any deadline of these tests
 
@@ -65,6 +65,21 @@ def test_generate_logprobs_are_at_temperature_one(pool: Pool, rank: int, seed: i
         response = found[prompt.uid]
         assert response.ids.dtype == np.int32 and response.logprobs.dtype == np.float32
         np.testing.assert_allclose(response.logprobs, reference_logprobs(model, prompt, response), atol=1e-4)
+
+
+def test_generate_returns_likeliest_ids_at_temperature_one_without_padding(pool: Pool) -> None:
+    model, given = make_model(OLD, tied=False), prompts(20)
+    found, plain = generate(pool, 2, given), generate(pool, 0, given[:1])
+    assert [response.student_ids_TJ for response in plain.values()] == [None]
+    for prompt in given:
+        response = found[prompt.uid]
+        ids_TJ = response.student_ids_TJ
+        assert ids_TJ is not None and ids_TJ.dtype == np.int32 and ids_TJ.shape == (len(response.ids), N_STUDENT_IDS)
+        ids = torch.as_tensor(np.concatenate([prompt.ids, response.ids])).long()[None]
+        with torch.no_grad():
+            logits_TV = model(ids).logits[0, len(prompt.ids) - 1 : -1, :VOCABULARY]
+        best = logits_TV.topk(N_STUDENT_IDS, dim=1).values
+        torch.testing.assert_close(logits_TV.gather(1, torch.as_tensor(ids_TJ).long()), best, atol=1e-4, rtol=0)
 
 
 def test_generate_stops_at_eos_of_student_or_teacher_or_at_limit(pool: Pool) -> None:

@@ -37,6 +37,18 @@ LONG = sequences([991, 991, 2, 991, 500, 991, 30, 990, 991, 991, 3])
 PROMPT = sequences([70])[0].token_ids
 SHARED = [TeacherSequence(np.append(PROMPT, each.token_ids).astype(np.int32), len(PROMPT)) for each in SHORT]
 SHARED.append(SHARED[-1])  # also its response is in the cache
+N_SUPPORT = 5
+
+
+def with_support(key: int, sequence: TeacherSequence, n_support: int = N_SUPPORT) -> TeacherSequence:
+    """Return a sequence with support ids in any order, the last one unused; every other one without the top k."""
+    rng = np.random.default_rng(key)
+    ids_TJ = np.array([rng.permutation(N_TOKENS)[:n_support] for _ in range(sequence.n_scored)], np.int32)
+    ids_TJ[:, -1] = -1
+    return TeacherSequence(sequence.token_ids, sequence.prompt_len, support_ids_TJ=ids_TJ, with_top_k=bool(key % 2))
+
+
+SUPPORTED = [with_support(key, each) for key, each in enumerate(LONG)]
 PADDED = TeacherSequence(np.array([1, N_TOKENS], np.int32), 1)
 N_FEW = 70
 FEW = [TeacherSequence(each.token_ids % N_FEW, each.prompt_len) for each in SHORT[:REFUSED]]
@@ -74,7 +86,7 @@ def score(engine: VllmEngine, added: list[TeacherSequence]) -> dict[str, Any]:
             if isinstance(result, TeacherError):
                 found[f"{key}/error"] = as_json(result)
             else:
-                found |= {f"{key}/{name}": array for name, array in vars(result).items()}
+                found |= {f"{key}/{name}": array for name, array in vars(result).items() if array is not None}
     scheduler._preempt_request = preempt
     return found | {"preemptions": n_preempted}
 
@@ -222,6 +234,12 @@ def main(model: str, out: str) -> None:
     refuse(smallest, REFUSED)
     save("smallest", score(smallest, LONG))
     found["smallest/has work"] = smallest.has_work()
+    save("support", score(smallest, SUPPORTED))
+    wide, padded = with_support(0, SHORT[0], SMALL["n_logprobs"] + 1), with_support(0, SHORT[0])
+    assert padded.support_ids_TJ is not None
+    padded.support_ids_TJ[0, 0] = N_TOKENS
+    for name, sequence in {"wide": wide, "padded": padded}.items():
+        found[f"{name}/error"] = refusal(lambda sequence=sequence: smallest.check(sequence, LogitSettings()))
     few = LogitSettings(n_ids=N_FEW)
     smallest.set_logits(few)
     save("few", score(smallest, FEW))

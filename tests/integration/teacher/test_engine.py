@@ -34,6 +34,7 @@ from tests.integration.teacher.engine_script import (
     REFUSED,
     SHARED,
     SHORT,
+    SUPPORTED,
     TOO_LARGE,
     VOCAB_SIZE,
 )
@@ -128,6 +129,27 @@ def test_engine_shared_prompts_are_computed_each_time_after_a_failed_check(score
     for key in set(range(len(SHARED))) - {DISCARDED}:
         name = f"{key}/sampled_logps_T"
         np.testing.assert_allclose(scored[f"unshared/{name}"], scored[f"shared/{name}"], atol=1e-5)
+
+
+def test_engine_support_ids_agree_with_transformers(response_logits: Logits, scored: dict[str, Any]) -> None:
+    kept = set(range(len(SUPPORTED))) - {DISCARDED, REFUSED}
+    for key in kept:
+        sequence, tokens_TV = SUPPORTED[key], response_logits(SUPPORTED[key])[:, :N_TOKENS]
+        logps_TV = tokens_TV - log_mass(tokens_TV)
+        ids_TJ, logps_TJ = sequence.support_ids_TJ, scored[f"support/{key}/support_logps_TJ"]
+        assert ids_TJ is not None and (logps_TJ[ids_TJ < 0] == -np.inf).all()
+        expected_TJ = np.take_along_axis(logps_TV, np.maximum(ids_TJ, 0), 1)
+        assert np.abs(logps_TJ - expected_TJ)[ids_TJ >= 0].max() < 1e-5
+        assert scored[f"support/{key}/topk_ids_TK"].shape[1] == 8 * sequence.with_top_k
+        if sequence.with_top_k:
+            assert_scores(scored, f"support/{key}", sequence, logps_TV)
+    assert any(len(SUPPORTED[key].token_ids) > 900 for key in kept)  # several steps
+
+
+@pytest.mark.parametrize("name", ["wide", "padded"])
+def test_engine_refuses_support_ids(scored: dict[str, Any], name: str) -> None:
+    error = error_of(scored, f"{name}/error")
+    assert (error["type"], error["argument"]) == ("TeacherRequestError", "support_ids_TJ")
 
 
 def test_engine_padding_ids_are_rejected(scored: dict[str, Any]) -> None:

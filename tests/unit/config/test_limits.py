@@ -151,7 +151,8 @@ def pass_deadline(config: Config, name: str) -> None:
 
 def encode_teacher_request(config: Config, name: str) -> None:
     teacher = config.actor_rollout_ref.teacher
-    sequences = [TeacherSequence(np.zeros(2, np.int32), prompt_len=1)]
+    support_ids_TJ = np.zeros((1, teacher.student_top_k), np.int32)
+    sequences = [TeacherSequence(np.zeros(2, np.int32), prompt_len=1, support_ids_TJ=support_ids_TJ)]
     temperature, top_k = config.gkd.distill_temperature, teacher.top_k
     frames = encode(
         Score(
@@ -362,7 +363,12 @@ def consumer_of(name: str) -> Callable[[Config, str], None]:
         count_failures: ["custom_reward_function.failure_value", "custom_reward_function.max_failures"],
         place_pools: ["custom_reward_function.num_workers", "ray_init.num_cpus"],
         run_schedule: ["trainer.max_staleness", f"{TEACHER}.num_microbatches"],
-        encode_teacher_request: [f"{TEACHER}.timeout_s", f"{TEACHER}.top_k", "gkd.distill_temperature"],
+        encode_teacher_request: [
+            f"{TEACHER}.timeout_s",
+            f"{TEACHER}.top_k",
+            f"{TEACHER}.student_top_k",
+            "gkd.distill_temperature",
+        ],
         seed_generators: ["data.seed"],
         select_rows: ["data.train_max_samples", "data.val_max_samples"],
         load_data: ["data.train_batch_size", f"{ROLLOUT}.n", "trainer.total_epochs", "trainer.total_training_steps"],

@@ -20,6 +20,7 @@ from recipe_gkd.config.schema.unused import (
     NO_REWARDED_RESPONSE,
     NO_SCORING_WORKERS,
     NO_SERVICE,
+    NO_SUPPORT_IDS,
     UnusedWhen,
 )
 from recipe_gkd.config.unused_keys import unused_conditions, unused_key_problems
@@ -41,6 +42,7 @@ CONDITIONS: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{ACTOR}.checkpoint.save_contents", "trainer.save_freq"): ("trainer.save_freq=-1",),
     (f"{ACTOR}.checkpoint.load_contents", "trainer.resume_mode"): ("trainer.resume_mode=disable",),
     ("data.teacher_prompt_key", "gkd.enable_teacher"): ("gkd.enable_teacher=false", "gkd.sft_share=1"),
+    (f"{TEACHER}.top_k", f"{TEACHER}.support"): (f"{TEACHER}.support=student",),
     (f"{TEACHER}.server_ip", f"{TEACHER}.teachers"): (f"{TEACHER}.teachers.a=host:1",),
     ("gkd.distill_loss_type", "gkd.custom_loss.path"): (LOSS,),
     ("gkd.tail", "gkd.distill_loss_type"): ("gkd.distill_loss_type=k1",),
@@ -158,6 +160,7 @@ REFUSED = [(name, rule) for name, field in known_keys().items() for rule in fiel
 REFUSED_IF = {
     NO_MEGATRON: (f"{ACTOR}.strategy=fsdp",),
     NO_SERVICE: (f"{TEACHER}.backend=hf", f"{TEACHER}.model_path=x"),
+    NO_SUPPORT_IDS: (f"{TEACHER}.backend=http", f"{TEACHER}.url=http://host:1"),
     NO_SCORING_WORKERS: (f"{TEACHER}.backend=hf", f"{TEACHER}.model_path=x"),
 }
 

@@ -27,6 +27,12 @@ def divergence_of(logits: Tensor, log_p: Tensor, divergence: Divergence, k: int 
     return topk_divergence(logits, logps, ids, divergence, vocab_size=VOCABULARY)[0]
 
 
+def divergence_on(logits: Tensor, log_p: Tensor, ids: Tensor, divergence: Divergence) -> Tensor:
+    """Return the divergence on a support; -1 is an unused entry."""
+    logps = log_p.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -math.inf)
+    return topk_divergence(logits, logps, ids, divergence, vocab_size=VOCABULARY)[0]
+
+
 def value_and_gradient(
     logits: Tensor, log_p: Tensor, divergence: Divergence, k: int = VOCABULARY
 ) -> tuple[Tensor, Tensor]:
@@ -56,6 +62,28 @@ class TestTailModes:
                 whole = divergence_of(student, log_p, divergence)
                 part = divergence_of(student, log_p, divergence, k)
                 assert (part >= 0).all() and (part < whole).all(), divergence
+
+    @pytest.mark.parametrize("kind", divergence_names())
+    def test_bucket_rises_with_each_id_of_the_support(self, kind: str) -> None:
+        """Check the support of teacher and student: a finer partition cannot decrease a divergence."""
+        student, log_p = random_pair(n_rows=64)
+        of_teacher, of_student = log_p.topk(4, dim=1).indices, student.topk(4, dim=1).indices
+        repeated = (of_student[:, :, None] == of_teacher[:, None, :]).any(2)
+        supports = {
+            "teacher": of_teacher,
+            "student": of_student,
+            "union": torch.cat([of_teacher, of_student.masked_fill(repeated, -1)], dim=1),
+            "all": torch.arange(VOCABULARY).expand(64, -1).flip(1),  # in any order
+        }
+        found = {name: divergence_on(student, log_p, ids, Divergence(kind=kind)) for name, ids in supports.items()}
+        whole = divergence_of(student, log_p, Divergence(kind=kind))
+        torch.testing.assert_close(found["all"], whole, rtol=1e-12, atol=1e-12)
+        for part, finer in (("teacher", "union"), ("student", "union"), ("union", "all")):
+            assert (found[part] <= found[finer] + 1e-12).all() and (found[part] < found[finer] - 1e-6).any()
+        if kind == "reverse_kl":  # its expectation is over the student's mass
+            assert found["student"].mean() > found["teacher"].mean()
+        if kind == "forward_kl":
+            assert found["teacher"].mean() > found["student"].mean()
 
     @pytest.mark.parametrize(("kind", "mass_increases"), [("forward_kl", True), ("reverse_kl", False)])
     def test_none_moves_equal_student_away(self, kind: str, mass_increases: bool) -> None:

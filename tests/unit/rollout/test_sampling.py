@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from recipe_gkd.errors import ModelError
-from recipe_gkd.rollout.sampling import request_seed, sampling_from, stop_token_ids
+from recipe_gkd.rollout.sampling import SamplingName, request_seed, sampling_from, stop_token_ids
 from tests._support.errors import raises
 from tests._support.rollout_models import config_for
 
@@ -54,16 +55,34 @@ class TestSampling:
         config = config_for(tmp_path, *(f"actor_rollout_ref.rollout.{key}" for key in keys), "data.seed=5")
         assert sampling_from(config).for_request(uid=2, step=3) == {
             "temperature": 0.7, "top_p": 0.9, "top_k": 50, "max_tokens": 48, "stop_token_ids": [7],
-            "seed": request_seed(5, 2, 3),
+            "seed": request_seed(5, 2, 3), "logprobs": 0,
         }  # fmt: skip
 
     def test_sampling_from_adds_teacher_stop_ids(self, tmp_path: Path) -> None:
         folder_with(tmp_path, config={"eos_token_id": 7})
         assert sampling_from(config_for(tmp_path), also_stop_at=[9, 7, 3]).stop_token_ids == (3, 7, 9)
 
+    def test_only_requests_whose_scores_are_read_return_student_ids(self, tmp_path: Path) -> None:
+        folder_with(tmp_path, config={"eos_token_id": 7})
+        teacher = "actor_rollout_ref.teacher"
+        settings = {
+            "teacher": {"train": 0, "validation": 0, "probe": 0},
+            "student": {"train": 5, "validation": 0, "probe": 0},
+            "union": {"train": 5, "validation": 5, "probe": 0},
+        }
+        for support, expected in settings.items():
+            keys = [
+                f"{teacher}.support={support}",
+                f"{teacher}.student_top_k=5",
+                f"trainer.val_kl={support == 'union'}",
+            ]
+            config = config_for(tmp_path, *keys, "trainer.test_freq=1", "data.val_files=x")
+            found = {name: sampling_from(config, name).for_request(0, 0)["logprobs"] for name in get_args(SamplingName)}
+            assert found == expected, support
+
     def test_for_request_greedy_has_no_seed(self, tmp_path: Path) -> None:
         folder_with(tmp_path, config={"eos_token_id": 7})
-        greedy = {"temperature": 0.0, "max_tokens": 48, "stop_token_ids": [7]}
+        greedy = {"temperature": 0.0, "max_tokens": 48, "stop_token_ids": [7], "logprobs": 0}
         assert sampling_from(config_for(tmp_path), "validation").for_request(uid=2, step=3) == greedy
         cold = config_for(tmp_path, "actor_rollout_ref.rollout.temperature=0")
         assert sampling_from(cold).for_request(uid=2, step=3) == greedy
@@ -75,7 +94,7 @@ class TestSampling:
         first, later = (sampling.for_request(uid=2, step=step) for step in (0, 40))
         assert first == later == {
             "temperature": 0.6, "top_p": 0.8, "top_k": 20, "max_tokens": 48, "stop_token_ids": [7, 9],
-            "seed": first["seed"],
+            "seed": first["seed"], "logprobs": 0,
         }  # fmt: skip
         assert first["seed"] not in {request_seed(0, 2, step) for step in range(1000)}
         assert sampling.for_request(uid=3, step=0)["seed"] != first["seed"]

@@ -53,6 +53,27 @@ def test_submit_accepts_any_integers(token_ids: Any, port: int) -> None:
     np.testing.assert_array_equal(scored.topk_ids_TK, expected_scores(VALID).topk_ids_TK)
 
 
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_support_ids_are_scored_beside_or_instead_of_the_top_k(top_k: int | None, port: int) -> None:
+    both = TeacherSequence([9, 8, 7], 1, support_ids_TJ=[[3, -1], [5, 8]])
+    alone = TeacherSequence([9, 8, 7], 1, support_ids_TJ=np.array([[3], [5]]), with_top_k=False)
+    with TeacherClient(server_port=port, timeout_s=20, top_k=top_k) as client:
+        scored = client.submit([VALID, both, alone]).result()
+    for sequence, result in zip(normalize_sequences([VALID, both, alone]), scored, strict=True):
+        want = expected_scores(sequence).reduced(top_k or 0, "float32")
+        np.testing.assert_array_equal(result.topk_ids_TK, want.topk_ids_TK)
+        np.testing.assert_array_equal(result.topk_logps_TK, want.topk_logps_TK)
+        assert (result.support_logps_TJ is None) == (sequence is VALID)
+        if want.support_logps_TJ is not None:
+            np.testing.assert_array_equal(result.support_logps_TJ, want.support_logps_TJ)
+
+
+@pytest.mark.parametrize("support_ids_TJ", [[[0.5], [1]], [[1], [-2]], [[1, 2], [3]], [[1], [1 << 40]], [["a"], ["b"]]])
+def test_invalid_support_ids_are_named(support_ids_TJ: Any) -> None:
+    with raises(TeacherRequestError, sequence=1, argument="support_ids_TJ"):
+        normalize_sequences([VALID, TeacherSequence([9, 8, 7], 1, support_ids_TJ=support_ids_TJ)])
+
+
 def test_normalize_sequences_keeps_valid_sequences() -> None:
     assert VALID.token_ids.dtype == np.int32
     assert normalize_sequences(iter([VALID]))[0] is VALID

@@ -6,7 +6,7 @@ import pickle
 import subprocess
 import sys
 import tracemalloc
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import msgpack
@@ -16,9 +16,10 @@ import pytest
 from teacher import errors
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.wire import protocol, request_checks
-from teacher.wire.limits import LIMITS, PROTOCOL_VERSION
+from teacher.wire.limits import LIMITS, PROTOCOL_VERSION, WireDtype
 from teacher.wire.messages import MESSAGES, Failure, Goodbye, Hello, Info, Probe, Ready, Score, ScoreReply, Welcome
 from tests._support.errors import raises
+from tests._support.fake_worker import expected_scores
 from tests._support.repository import REPO
 
 MODEL: dict[str, Any] = dict(
@@ -86,6 +87,67 @@ def test_score_round_trip_keeps_sequences() -> None:
         assert got.token_ids.dtype == np.int32 and got.prompt_len == sent.prompt_len
 
 
+def with_support() -> list[TeacherSequence]:
+    """Return sequences without support ids, with them alone, and with both."""
+    plain, alone, both = sequences()
+    ids = {each: np.arange(2 * each.n_scored, dtype=np.int32).reshape(-1, 2) - 1 for each in (alone, both)}
+    return [
+        plain,
+        TeacherSequence(alone.token_ids, alone.prompt_len, support_ids_TJ=ids[alone], with_top_k=False),
+        TeacherSequence(both.token_ids, both.prompt_len, support_ids_TJ=ids[both]),
+    ]
+
+
+class TestSupportIds:
+    def test_request_round_trip_keeps_them(self) -> None:
+        message = protocol.decode(as_bytes(protocol.encode(Score(7, 2.5, with_support()))))
+        assert isinstance(message, Score)
+        for got, sent in zip(message.sequences, with_support(), strict=True):
+            np.testing.assert_array_equal(got.token_ids, sent.token_ids)
+            assert (got.support_ids_TJ is None) == (sent.support_ids_TJ is None)
+            if got.support_ids_TJ is not None:
+                np.testing.assert_array_equal(got.support_ids_TJ, sent.support_ids_TJ)
+            assert got.with_top_k is sent.with_top_k
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16"])
+    def test_reply_round_trip_keeps_them(self, dtype: WireDtype) -> None:
+        sent = [expected_scores(each).reduced(2, dtype) for each in with_support()]
+        message = protocol.decode(as_bytes(protocol.encode(ScoreReply(7, sent))))
+        assert isinstance(message, ScoreReply)
+        for got, want in zip(message.scored, sent, strict=True):
+            np.testing.assert_array_equal(got.topk_ids_TK, want.topk_ids_TK)
+            np.testing.assert_array_equal(got.topk_logps_TK, want.topk_logps_TK)
+            assert (got.support_logps_TJ is None) == (want.support_logps_TJ is None)
+            if got.support_logps_TJ is not None:
+                np.testing.assert_array_equal(got.support_logps_TJ, want.support_logps_TJ)
+                assert got.support_logps_TJ.dtype == dtype
+
+    @pytest.mark.parametrize(
+        ("support_ids_TJ", "with_top_k", "argument"),
+        [
+            (np.zeros((2, 3), np.int64), True, "support_ids_TJ"),
+            (np.zeros((3, 3), np.int32), True, "support_ids_TJ"),
+            (np.zeros((2, 0), np.int32), True, "support_ids_TJ"),
+            (np.zeros(2, np.int32), True, "support_ids_TJ"),
+            (np.full((2, 3), -2, np.int32), True, "support_ids_TJ"),
+            (None, False, "with_top_k"),
+            (np.zeros((2, 3), np.int32), 1, "with_top_k"),
+        ],
+    )
+    def test_invalid_request_is_refused(self, support_ids_TJ: Any, with_top_k: Any, argument: str) -> None:
+        sequence = TeacherSequence(
+            np.arange(5, dtype=np.int32), 3, support_ids_TJ=support_ids_TJ, with_top_k=with_top_k
+        )
+        with raises(errors.TeacherRequestError, argument=argument, sequence=1):
+            protocol.encode(Score(7, 2.5, [sequences()[0], sequence]))
+
+    @pytest.mark.parametrize("with_top_k", [None, [True], [True, True, 1]])
+    def test_invalid_flags_are_refused(self, with_top_k: Any) -> None:
+        frames = as_bytes(protocol.encode(Score(7, 2.5, with_support())))
+        with raises(errors.TeacherProtocolError, entry="with_top_k"):
+            protocol.decode(with_header(frames, with_top_k=with_top_k))
+
+
 def test_score_without_temperature_is_refused() -> None:
     frames = as_bytes(protocol.encode(Score(7, 2.5, sequences())))
     header = msgpack.unpackb(frames[0])
@@ -100,9 +162,10 @@ def test_score_reply_round_trip_copies_nothing() -> None:
     message = protocol.decode(frames)
     assert isinstance(message, ScoreReply) and message.request_id == 7
     for got, want in zip(message.scored, sent, strict=True):
-        for name, array in asdict(want).items():
-            np.testing.assert_array_equal(getattr(got, name), array)
-            assert getattr(got, name).dtype == array.dtype
+        assert got.support_logps_TJ is want.support_logps_TJ is None
+        for name in ("topk_logps_TK", "topk_ids_TK", "sampled_logps_T"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+            assert getattr(got, name).dtype == getattr(want, name).dtype
     assert np.shares_memory(message.scored[0].topk_logps_TK, sent[0].topk_logps_TK)
 
 

@@ -229,6 +229,33 @@ class TestHfTeacher:
             np.testing.assert_allclose(result.sampled_logps_T, sampled_T, atol=1e-5)
             assert result.topk_ids_TK.dtype == np.int32 and result.topk_logps_TK.dtype == np.float32
 
+    @pytest.mark.parametrize("batch_tokens", [7, 10_000])
+    @pytest.mark.parametrize("with_top_k", [True, False])
+    def test_support_ids_have_the_scores_of_float64(
+        self, hf_teacher: HfTeacher, model: Any, with_top_k: bool, batch_tokens: int
+    ) -> None:
+        hf_teacher._batch_tokens = batch_tokens
+        rng, sequences = np.random.default_rng(0), []
+        for each in random_sequences((5, 1), (64, 40), (2, 1)):
+            ids_TJ = np.array([rng.permutation(VOCAB_SIZE)[:6] for _ in range(each.n_scored)], np.int32)
+            ids_TJ[:, 2] = -1
+            sequences.append(
+                TeacherSequence(each.token_ids, each.prompt_len, support_ids_TJ=ids_TJ, with_top_k=with_top_k)
+            )
+        scored = hf_teacher.submit(sequences, 30.0, temperature=0.7).result(timeout=60)
+        check_scores("hf", sequences, scored)
+        for sequence, result in zip(sequences, scored, strict=True):
+            want_TV, ids_TJ = expected_logps(model, sequence, 0.7), sequence.support_ids_TJ
+            assert ids_TJ is not None and result.topk_ids_TK.shape[1] == 8 * with_top_k
+            want_TJ = np.take_along_axis(want_TV, np.maximum(ids_TJ, 0), 1)
+            want_TJ[:, 2] = -np.inf
+            np.testing.assert_allclose(result.support_logps_TJ, want_TJ, atol=1e-5)
+
+    def test_support_id_outside_the_vocabulary_fails_its_request(self, hf_teacher: HfTeacher) -> None:
+        sequence = TeacherSequence([1, 2], 1, support_ids_TJ=[[VOCAB_SIZE]])
+        with raises(TeacherRequestError, sequence=0, argument="support_ids_TJ"):
+            hf_teacher.submit([sequence]).result(timeout=60)
+
     @pytest.mark.parametrize("batch_tokens", [1, 7])
     def test_logits_of_long_response_stay_within_bound(self, hf_teacher: HfTeacher, batch_tokens: int) -> None:
         hf_teacher._batch_tokens = batch_tokens
@@ -324,6 +351,13 @@ class TestCheckScores:
         scored = ScoredSequence(*(np.zeros(shape) for shape in shapes))
         with raises(TeacherProtocolError, teacher="a", sequence=0):
             check_scores("a", [self.SEQUENCE], [scored])
+
+    @pytest.mark.parametrize("support_TJ", [None, np.zeros((3, 1)), np.zeros((2, 2))])
+    def test_missing_support_names_the_key(self, support_TJ: np.ndarray | None) -> None:
+        sequence = TeacherSequence(np.zeros(5, np.int32), 2, support_ids_TJ=np.zeros((3, 2), np.int32))
+        scored = ScoredSequence(np.zeros((3, 4)), np.zeros((3, 4)), np.zeros(3), support_TJ)
+        with raises(TeacherProtocolError, teacher="a", sequence=0, options=("actor_rollout_ref.teacher.support",)):
+            check_scores("a", [sequence], [scored])
 
     def test_missing_result_raises(self) -> None:
         with raises(TeacherProtocolError, teacher="a", sequence=None):

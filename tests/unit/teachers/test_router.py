@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from recipe_gkd.errors import DataError
 from recipe_gkd.teachers import failure_policy
 from recipe_gkd.teachers.router import Teachers, length_of_union, open_teachers
 from recipe_gkd.teachers.routes import Routes, read_routes
+from recipe_gkd.teachers.scoring import support as scoring_support
 from teacher.client import TeacherClient
 from teacher.errors import (
     TeacherError,
@@ -34,7 +36,9 @@ from tests._support.base_config import base_config
 from tests._support.data_sets import data_set_of
 from tests._support.errors import raises
 from tests._support.fake_teachers import REFUSED, fake_scores, is_scored_by, pair, service
+from tests._support.fake_worker import INFO, FakeEngine, expected_scores, running_worker
 from tests._support.ports import free_port
+from tests._support.teacher_service import running_proxy
 from tests._support.waiting import wait_until_async
 
 TEACHER = "actor_rollout_ref.teacher"
@@ -141,6 +145,36 @@ def test_positions_beyond_the_last_one_are_not_requested_and_absent() -> None:
             assert got.dtype == want.dtype and got.shape == want.shape
             np.testing.assert_array_equal(got[:n_scored], want[:n_scored])
     assert metrics["teacher/default/tokens"] == sum(min(n, len(response.ids)) for _, response in pairs)
+
+
+@pytest.mark.parametrize("support", ["student", "union"])
+def test_rows_have_the_ids_of_the_student_with_the_scores_of_the_teacher(support: str) -> None:
+    sampled = [(prompt, with_student_ids(response)) for prompt, response in (pair(0), pair(5))]
+    pairs = [*sampled, pair(7, reference=True)]
+    overrides = (f"support={support}", "gkd.max_loss_position=2", "gkd.sft_share=0.5", "gkd.sft_target=teacher")
+    with running_proxy() as proxy, running_worker(proxy.backend_port, FakeEngine()):
+        config = configured(f"server_port={proxy.frontend_port}", *overrides)
+        with open_teachers(config, ROUTES) as teachers:
+            *samples, reference = asyncio.run(teachers.score(pairs, step=0))
+    for sample, (_, response) in zip(samples, sampled, strict=True):
+        n_scored = min(2, len(response.ids))
+        assert response.student_ids_TJ is not None and sample.response.student_ids_TJ is None
+        sequence = TeacherSequence(
+            np.concatenate([sample.prompt.ids, response.ids[:n_scored]]),
+            len(sample.prompt.ids),
+            support_ids_TJ=response.student_ids_TJ[:n_scored],
+            with_top_k=support == "union",
+        )
+        logps_TK, ids_TK = scoring_support.rows_of(sequence, expected_scores(sequence))
+        np.testing.assert_array_equal(sample.top_k.ids_TK[:n_scored], ids_TK)
+        np.testing.assert_array_equal(sample.top_k.logps_TK[:n_scored], logps_TK)
+        assert sample.teacher.is_scored_T.tolist() == [t < n_scored for t in range(len(response.ids))]
+    assert reference.top_k.ids_TK.shape[1] == INFO.n_logprobs  # the student has not sampled it
+
+
+def with_student_ids(response: Response) -> Response:
+    """Return a response with three ids of the student at each position, one of them also in the teacher's top k."""
+    return replace(response, student_ids_TJ=(response.ids[:, None] + np.array([2, 40, 50], np.int32)) % 100)
 
 
 # ---- requests

@@ -326,7 +326,7 @@ class TestSpec:
                     score(opened["other"])
                 for each in opened.values():
                     each.close()
-        assert spec.is_loopback and spec.row_bytes == 8 * TOP_K
+        assert spec.is_loopback and (spec.n_columns, spec.entry_bytes) == (TOP_K, 8)
 
 
 def _moved(spec: HttpClientSpec, server: TableServer) -> HttpClientSpec:
