@@ -326,18 +326,19 @@ def _check_limits(name: str, label: str, info: TeacherInfo, student: Student, co
     support, n_ids = Support.of(config), min(info.n_tokens, student.n_tokens)
     if support.n_student_ids > n_ids:
         raise ConfigError(
-            f"{TEACHER}.student_top_k={support.n_student_ids}, but the student has {n_ids} token ids",
+            f"{TEACHER}.student_top_k={support.n_student_ids}, but student and teacher share {n_ids} token ids",
             remedy="lower it",
+            worker=label,
             keys=(f"{TEACHER}.student_top_k",),
         )
     uses_tail = not (uses_sampled_token_loss(gkd) or uses_custom_loss(gkd))
-    if support.n_ids(teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalize" and uses_tail:
+    if support.max_ids(teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalize" and uses_tail:
         raise ConfigError(
             "gkd.tail=renormalize with a top 1: one renormalized id has probability 1 for both models, and the "
             "gradient is zero",
             worker=label,
             remedy=f"set gkd.tail=bucket, or raise {TEACHER}.top_k (student_top_k) or the teacher's N_LOGPROBS",
-            keys=("gkd.tail", f"{TEACHER}.top_k"),
+            keys=("gkd.tail", f"{TEACHER}.{'student_top_k' if support.n_student_ids else 'top_k'}"),
         )
     n_response = max_scored_tokens(config)
     limit = "data.max_response_length" if n_response == config.data.max_response_length else "gkd.max_loss_position"

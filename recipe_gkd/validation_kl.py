@@ -5,7 +5,8 @@ Metrics for each data source, means over the scored tokens of its responses, in 
     val/<data_source>/kl            forward KL(teacher || student)
     val/<data_source>/reverse_kl    reverse KL(student || teacher)
 
-Ids outside the teacher's top-k are one outcome, so both are lower bounds. They do not depend on the loss of the run.
+Ids outside the support (``teacher.support``) are one outcome, so both are lower bounds, which cannot be compared
+between supports. They do not depend on the loss of the run.
 Both models have ``gkd.distill_temperature``, and positions from ``gkd.max_loss_position`` on are left out.
 
 Shape suffixes: N samples, D = 2 divergences (forward, reverse).

@@ -18,23 +18,30 @@ class Support:
     Attributes:
         n_student_ids: Number of the student's likeliest ids, as of the weights that sampled the response. 0: none.
         with_top_k: True if it contains the teacher's top k. A response that the student has not sampled has these only.
+        scores_references: True if teachers score such responses, the reference responses of the data.
     """
 
     n_student_ids: int = 0
     with_top_k: bool = True
+    scores_references: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Support:
         """Return the support of a configuration."""
-        teacher = config.actor_rollout_ref.teacher
-        if teacher.support == "teacher" or not uses_teacher(config.gkd):
+        teacher, gkd = config.actor_rollout_ref.teacher, config.gkd
+        if teacher.support == "teacher" or not uses_teacher(gkd):
             return cls()
-        return cls(teacher.student_top_k, with_top_k=teacher.support == "union")
+        return cls(
+            teacher.student_top_k,
+            with_top_k=teacher.support == "union",
+            scores_references=gkd.sft_share > 0 and gkd.sft_target == "teacher",
+        )
 
-    def n_ids(self, top_k: int) -> int:
-        """Return the number of ids of a position.
+    def max_ids(self, top_k: int) -> int:
+        """Return the largest number of ids of a position.
 
         Args:
             top_k: Size of the teacher's top k.
         """
-        return self.n_student_ids + (top_k if self.with_top_k else 0)
+        n_ids = self.n_student_ids + (top_k if self.with_top_k else 0)
+        return max(n_ids, top_k) if self.scores_references else n_ids

@@ -3,7 +3,7 @@
 A torch process group is a parameter where the vocabulary is sharded; None stands for a whole vocabulary.
 
     registry.py                        names of all distillation losses
-    divergences.py, distributions.py   divergences on the teacher's top-k and the tail
+    divergences.py, distributions.py   divergences on the support and the tail
     sampled_token.py, policy.py        losses on the sampled token
     custom.py                          a loss from a user's file (``gkd.custom_loss``)
     logits_query.py, log_stats.py      student statistics of the logits, with an analytic gradient

@@ -45,7 +45,7 @@ class LossInputs:
         student_entropy_T: Entropy of the student's whole distribution at temperature 1, in nats. With gradient.
         teacher_logps_TB: Teacher's log-probability of each bucket at ``gkd.distill_temperature``.
         teacher_probs_TB: Teacher's probability of each bucket.
-        teacher_ids_TK: Token ids of the teacher's top-k, int64; -1 for a missing entry.
+        teacher_ids_TK: Token ids of the support (the teacher's top-k by default), int64; -1 for an unused entry.
         valid_TB: True for the buckets that exist, bool.
         teacher_sampled_logps_T: Teacher's log-probability of the response token at ``gkd.distill_temperature``; 0
             without ``has_teacher_T``. Leave such tokens out of means and standard deviations of your own.

@@ -19,13 +19,13 @@ def topk_overlap(
     vocab_size: int,
     tp_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the fraction of the teacher's top-k ids that are among the student's own k likeliest. Collective.
+    """Return the fraction of the support's k ids that are among the student's k likeliest. Collective.
 
     It computes the student's top-k, so call it for a small number of positions only.
 
     Args:
         logits_RW: This rank's columns of the student's logits.
-        teacher_ids_RK: Global ids of the teacher's top-k.
+        teacher_ids_RK: Global ids of the support; -1 for an unused entry.
         valid_RK: Entries that exist, bool.
         vocab_size: Number of real ids; columns from here on are padding.
         tp_group: Group over which the vocabulary is sharded; None if it is whole.

@@ -1,4 +1,4 @@
-"""Teacher and student as distributions on the same outcomes: the teacher's top-k ids, and the tail of all other ids.
+"""Teacher and student as distributions on the same outcomes: the ids of the support, and the tail of all other ids.
 
 Tail modes (``gkd.tail``):
 
@@ -61,7 +61,7 @@ class BucketedDistributions:
 
 
 def valid_entries(logps_TK: Tensor, ids_TK: Tensor, vocab_size: int) -> Tensor:
-    """Return a mask of the entries of a teacher's top-k that have their own bucket.
+    """Return a mask of the entries of a support that have their own bucket.
 
     An id outside the student's vocabulary (of a teacher whose output layer has another size) and an entry with
     probability 0 (padding of a shorter top-k) are not. Their mass belongs to the tail.

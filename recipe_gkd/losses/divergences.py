@@ -25,7 +25,7 @@ class Divergence:
 
     Attributes:
         kind: Name of the divergence; one of :func:`~recipe_gkd.losses.registry.divergence_names`.
-        tail: Treatment of ids outside the teacher's top-k; see :mod:`~recipe_gkd.losses.distributions`.
+        tail: Treatment of ids outside the support; see :mod:`~recipe_gkd.losses.distributions`.
         temperature: Temperature of both distributions. The loss is not multiplied by its square.
         parameters: Values of the function's parameters by name, such as ``beta``.
     """

@@ -181,9 +181,8 @@ def to_response(uid: int, output: RequestOutput, version: int) -> Response:
 def _columns(logprobs: FlatLogprobs) -> tuple[np.ndarray, np.ndarray]:
     """Return log-probabilities and ids of each token: the sampled one, then the likeliest in descending order, [T, X].
 
-    Every token has the same number. A sampled token that is among the likeliest occurs twice.
+    A sampled token that is among the likeliest occurs twice. ``compat`` stores one array for each token.
     """
-    n_tokens = len(logprobs)
-    shape = n_tokens, len(logprobs.logprobs) // n_tokens if n_tokens else 1
-    logps, ids = np.array(logprobs.logprobs, np.float32), np.array(logprobs.token_ids, np.int32)
-    return logps.reshape(shape), ids.reshape(shape)
+    if not len(logprobs):
+        return np.zeros((0, 1), np.float32), np.zeros((0, 1), np.int32)
+    return np.asarray(logprobs.logprobs, np.float32), np.asarray(logprobs.token_ids, np.int32)

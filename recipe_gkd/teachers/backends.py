@@ -63,6 +63,10 @@ class TeacherBackend(Protocol):
     ) -> Future[list[ScoredSequence]]:
         """Start to score sequences and return at once.
 
+        With ``teacher.support=student`` or ``union`` sequences have ``support_ids_TJ``; the results need
+        ``support_logps_TJ`` then, and a top k without columns if ``with_top_k`` is False. A class that returns its top
+        k only is refused before the training.
+
         Args:
             sequences: Prompts with their responses.
             timeout_s: Time limit in seconds. The future must be done by then. None selects the backend's default.

@@ -246,6 +246,8 @@ def check_results(label: str, sequences: Sequence[TeacherSequence], scored: obje
         )
     for i, result in enumerate(scored):
         kinds = {"topk_logps_TK": np.floating, "topk_ids_TK": np.integer, "sampled_logps_T": np.floating}
+        if getattr(result, "support_logps_TJ", None) is not None:
+            kinds["support_logps_TJ"] = np.floating
         for name, kind in kinds.items():
             array = getattr(result, name, None)
             if not (isinstance(array, np.ndarray) and np.issubdtype(array.dtype, kind)):

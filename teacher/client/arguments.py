@@ -69,8 +69,10 @@ def _normalize(i: int, sequence: TeacherSequence) -> TeacherSequence:
 
 def _as_support(i: int, support_ids_TJ: np.ndarray) -> np.ndarray:
     """Return support ids as int32. ``check_sequences`` compares their shape with the response."""
-    is_integer = np.issubdtype(support_ids_TJ.dtype, np.integer)
-    if not is_integer or (support_ids_TJ.size and not -1 <= support_ids_TJ.min() <= support_ids_TJ.max() <= _MAX_ID):
+    is_valid = np.issubdtype(support_ids_TJ.dtype, np.integer) and support_ids_TJ.ndim == 2
+    if is_valid and support_ids_TJ.size:
+        is_valid = bool(-1 <= support_ids_TJ.min() <= support_ids_TJ.max() <= _MAX_ID)
+    if not is_valid:
         raise TeacherRequestError(
             f"support_ids_TJ: got a {support_ids_TJ.dtype.name} array of shape {list(support_ids_TJ.shape)}, expected "
             f"integers from -1 to {_MAX_ID} in two dimensions [T, J]",

@@ -52,8 +52,9 @@ def check_sequence(sequence: TeacherSequence, n_ids: int, info: ModelInfo, memor
             f"MAX_RESULT_MIB={memory.max_bytes >> 20}",
             argument="token_ids",
             options=("N_LOGPROBS", "MAX_RESULT_MIB"),
-            remedy="shorten prompt or response, or start the teacher with a smaller N_LOGPROBS or a larger "
-            "MAX_RESULT_MIB (a request's top_k does not change the engine's work)",
+            remedy="shorten prompt or response, send fewer support ids (actor_rollout_ref.teacher.student_top_k), or "
+            "start the teacher with a smaller N_LOGPROBS or a larger MAX_RESULT_MIB (a request's top_k does not change "
+            "the engine's work)",
         )
 
 

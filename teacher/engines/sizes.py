@@ -12,16 +12,15 @@ from teacher.records import TeacherSequence
 ModelRunner = Literal["cpu", "cuda_v1", "cuda_v2"]
 """vLLM's model runners: V1 on a CPU, and on CUDA V2 (the default) or V1 (``VLLM_USE_V2_MODEL_RUNNER=0``)."""
 
-# Peak memory per logit in vLLM's V1 runner (`_get_prompt_logprobs_dict`): float32 logits and float32 log-probabilities.
-# Without a compiler, as on a CPU, the computation of a token's rank adds a bool and an int64 per logit. Measured on a
-# CPU (high-water mark of a step, vocabulary of 152k): 17.0 bytes with float32 logits, and with bfloat16 logits at a
-# temperature other than 1; 15.0 with bfloat16 logits at temperature 1.
-_BYTES_PER_LOGIT_CPU = 17
-_BYTES_PER_LOGIT_V1 = 8
-# Memory per top-k entry: log-probability, 64-bit id, and the copies of both next to the sampled token. Measured on a
-# CPU (19.3 bytes at k = vocabulary size); derived from vLLM's source on a GPU.
-_BYTES_PER_LOGPROB_CPU = 20
-_BYTES_PER_LOGPROB_GPU = 32
+# Peak memory per logit with the V1 runner (`vllm_prompt_rows`): float32 log-probabilities, and 16-bit logits with their
+# float32 copy, or float32 logits. Measured on a CPU (high-water mark, 256 rows of 152k): 8.1 bytes with float32 logits,
+# 10.0 with bfloat16 logits.
+_BYTES_PER_LOGIT_V1 = 10
+# Memory per top-k entry and a support id: log-probabilities, 64-bit ids, and the copies of both next to the sampled
+# token. Measured on a CPU (8,000 entries of a row): 32.4 bytes without support ids, 52.6 with as many. Derived from
+# vLLM's source for V2, which computes them one after the other.
+_BYTES_PER_LOGPROB_V1 = 56
+_BYTES_PER_LOGPROB_V2 = 32
 # V2 keeps the rows of a step until all are computed, and then joins them: twice a log-probability and a 64-bit id.
 _BYTES_PER_JOINED_LOGPROB_V2 = 24
 
@@ -77,7 +76,7 @@ class StepMemory:
     def bytes_per_logit(self) -> float:
         """Peak memory per logit of the row's whole vocabulary, on the rank with the most."""
         if self.runner == "cpu":
-            return _BYTES_PER_LOGIT_CPU
+            return _BYTES_PER_LOGIT_V1
         logit = 4 if self.float32_logits else 2
         # `all_gather` holds the part of this rank, the parts of all ranks, and their joined copy.
         gathered = logit * (2 + 1 / self.tp_size) if self.tp_size > 1 else 0.0
@@ -100,8 +99,7 @@ class StepMemory:
         if self.runner == "cuda_v2":
             return self._step_in_chunks(logits_mib, vocab_size, n_logprobs)
         # One row of logits per token, and one more per sequence for its next token.
-        per_logprob = _BYTES_PER_LOGPROB_CPU if self.runner == "cpu" else _BYTES_PER_LOGPROB_GPU
-        bytes_per_row = self.bytes_per_logit * vocab_size + n_logprobs * per_logprob
+        bytes_per_row = self.bytes_per_logit * vocab_size + n_logprobs * _BYTES_PER_LOGPROB_V1
         rows = int(logits_mib * MIB // bytes_per_row)
         _check_rows(rows, bytes_per_row, (logits_mib, vocab_size, n_logprobs))
         sequences = min(_MAX_SEQUENCES, rows // 4)
@@ -116,7 +114,7 @@ class StepMemory:
         """
         budget = logits_mib * MIB
         bytes_per_token = (n_logprobs + 1) * _BYTES_PER_JOINED_LOGPROB_V2 + 8
-        bytes_per_row = self.bytes_per_logit * vocab_size + n_logprobs * _BYTES_PER_LOGPROB_GPU
+        bytes_per_row = self.bytes_per_logit * vocab_size + n_logprobs * _BYTES_PER_LOGPROB_V2
         tokens = min(_MAX_TOKENS_CUDA, budget // 2 // bytes_per_token)
         rows = min(MAX_LOGIT_ROWS_V2, tokens, int((budget - tokens * bytes_per_token) // bytes_per_row))
         _check_rows(rows, 2 * max(bytes_per_row, bytes_per_token), (logits_mib, vocab_size, n_logprobs))
@@ -160,14 +158,16 @@ class ResultMemory:
         return 4 * (2 * k + 1)
 
     def bytes_of(self, sequence: TeacherSequence) -> int:
-        """Return the maximum host memory of one result: vLLM's rows of all tokens, and our copy of the response rows.
+        """Return the maximum host memory of one result: vLLM's rows, and our copy of the response rows.
 
         Support ids have an id and a log-probability in vLLM's rows of the response, and a log-probability in the copy.
         vLLM's rows of V2 are in pinned memory, whose blocks torch rounds up to powers of two. This is not counted.
         """
         k = self.n_logprobs if sequence.with_top_k else 0
         support = sequence.n_support * (self.id_bytes + 4 + 4)
-        n_rows = len(sequence.token_ids) - 1
+        n_rows = (
+            len(sequence.token_ids) - 1 if self.id_bytes == 8 else sequence.n_scored
+        )  # V1 has no rows of the prompt
         return n_rows * self._bytes_per_row(k) + sequence.n_scored * (self._bytes_per_copied_row(k) + support)
 
     def capacity_tokens(self, step: StepSize) -> int:

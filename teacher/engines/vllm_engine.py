@@ -56,6 +56,7 @@ from teacher.engines.vllm_internals import (
     make_llm_engine,
     plan_engine,
     read_kv_cache,
+    replace_prompt_rows,
 )
 from teacher.engines.vllm_memory import TeacherCalls
 from teacher.engines.vllm_prompt_rows import PROMPT_LEN, SUPPORT_IDS, share_prompts
@@ -102,7 +103,7 @@ class VllmEngine:
         self._store = _keep_store_in_own_folder()
         self._k, self._tp_size, self._runner = config.n_logprobs, config.tp_size, runner
         self._logits = LogitSettings()
-        self._temperature_error, self._n_ids_error, self._shares_prompts = "", "", True
+        self._temperature_error, self._n_ids_error, self._support_error, self._shares_prompts = "", "", "", True
         self._memory = ResultMemory(self._k, 8 if runner == "cuda_v2" else 4, config.max_result_mib * MIB)
         self._sizes = {"logits of a step": config.logits_mib * MIB, "results": config.max_result_mib * MIB}
         with out_of_memory_explained("start", self._sizes):
@@ -126,7 +127,7 @@ class VllmEngine:
             limit_logit_rows(self._engine, step)
             self._check_device_memory(config, step)
         else:
-            self._engine.collective_rpc(TeacherCalls.score_responses.__name__)
+            replace_prompt_rows(self._engine)
         if config.dtype == "auto" and checkpoint.dtype == "float32":
             served = str(self._engine.model_config.dtype).removeprefix("torch.")
             logger.warning("DTYPE=auto serves the float32 checkpoint in %s; DTYPE=float32 keeps float32", served)
@@ -206,6 +207,13 @@ class VllmEngine:
                 argument="n_ids",
                 remedy=f"use a teacher with the student's vocabulary, or serve it with vLLM {TESTED_VLLM}",
             )
+        if sequence.n_support and self._support_error:
+            raise TeacherRequestError(
+                f"this teacher scores its own top k only: {self._support_error}",
+                argument="support_ids_TJ",
+                options=("actor_rollout_ref.teacher.support",),
+                remedy=f"set actor_rollout_ref.teacher.support=teacher, or serve it with vLLM {TESTED_VLLM}",
+            )
         check_sequence(sequence, settings.n_ids, self._info, self._memory)
 
     def add(self, key: int, sequence: TeacherSequence) -> None:
@@ -279,12 +287,25 @@ class VllmEngine:
         except _CHECK_ERRORS as error:
             self._temperature_error = f"vLLM {vllm_version()} failed the temperature check ({error})"
             logger.warning("requests at other temperatures than 1 will be rejected: %s", self._temperature_error)
+        try:
+            self._check_support_ids(unscaled)
+        except _CHECK_ERRORS as error:
+            self._support_error = f"vLLM {vllm_version()} failed the check of support ids ({error})"
+            logger.warning("requests with support ids will be rejected: %s", self._support_error)
         if self._info.n_tokens == self._info.vocab_size:
             try:
                 self._check_excluded_ids()
             except _CHECK_ERRORS as error:
                 self._n_ids_error = f"vLLM {vllm_version()} failed the check of excluded ids ({error})"
                 logger.warning("requests of students with a smaller vocabulary will be rejected: %s", self._n_ids_error)
+
+    def _check_support_ids(self, scored: ScoredSequence) -> None:
+        """Score the probe at the ids of its top k, beside the top k and instead of it."""
+        for with_top_k in (True, False):
+            support = self._score_probe(support_ids_TJ=scored.topk_ids_TK, with_top_k=with_top_k).support_logps_TJ
+            assert support is not None, "the engine has checked the shapes"
+            found = ScoredSequence(support, scored.topk_ids_TK, scored.sampled_logps_T)
+            check_unchanged(scored, found, _SHARED_TOLERANCE)
 
     def _check_shared_prompt(self) -> None:
         """Score a sequence again, when its prompt is in the prefix cache. If the scores differ, use no cache."""
@@ -360,7 +381,7 @@ class VllmEngine:
                 np.ascontiguousarray(logps[first:, 1 : 1 + k], dtype=np.float32),
                 np.ascontiguousarray(ids[first:, 1 : 1 + k], dtype=np.int32),
                 np.ascontiguousarray(logps[first:, 0], dtype=np.float32),
-                None if support_TJ is None else np.ascontiguousarray(support_TJ, dtype=np.float32),
+                None if support_TJ is None else np.array(support_TJ, np.float32),
             ),
         )
 
@@ -374,9 +395,10 @@ class VllmEngine:
         finally:
             self.set_logits(LogitSettings())
 
-    def _score_probe(self, n_tokens: int = 4, prompt_len: int = 1) -> ScoredSequence:
+    def _score_probe(self, n_tokens: int = 4, prompt_len: int = 1, **support: Any) -> ScoredSequence:
         n_tokens = min(n_tokens, self._info.max_model_len)
-        self.add(_PROBE_KEY, TeacherSequence(np.arange(n_tokens, dtype=np.int32) % self._info.n_tokens, prompt_len))
+        ids_N = np.arange(n_tokens, dtype=np.int32) % self._info.n_tokens
+        self.add(_PROBE_KEY, TeacherSequence(ids_N, prompt_len, **support))
         done: list[tuple[int, ScoredSequence | TeacherRequestError]] = []
         while self.has_work() and not done:
             done = self.step()

@@ -218,8 +218,21 @@ def limit_logit_rows(engine: Any, step: StepSize) -> None:
     Raises:
         TeacherSetupError: The constant that determines them does not exist in this version of vLLM.
     """
+    _change_ranks(engine, TeacherCalls.set_logit_rows.__name__, step.logit_rows)
+
+
+def replace_prompt_rows(engine: Any) -> None:
+    """Let the V1 model runner of each rank score response rows; see `vllm_prompt_rows.score_responses`.
+
+    Raises:
+        TeacherSetupError: The replaced method does not exist in this version of vLLM.
+    """
+    _change_ranks(engine, TeacherCalls.score_responses.__name__)
+
+
+def _change_ranks(engine: Any, method: str, *arguments: Any) -> None:
     try:
-        engine.collective_rpc(TeacherCalls.set_logit_rows.__name__, args=(step.logit_rows,))
+        engine.collective_rpc(method, args=arguments)
     except (RuntimeError, ImportError) as error:
         raise TeacherSetupError(
             f"vLLM {vllm_version()} does not fit ({error})", remedy=f"install vLLM {TESTED_VLLM}"

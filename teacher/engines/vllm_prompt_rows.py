@@ -69,7 +69,8 @@ def score_responses(runner: Any) -> None:
 
     def compute_responses(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
         finished: dict[str, Any] = {}
-        for request_id in runner.num_prompt_logprobs.keys() & num_scheduled_tokens.keys():
+        # In the order of the dict, which is the same on all ranks: `compute_logits` is a collective.
+        for request_id in [each for each in runner.num_prompt_logprobs if each in num_scheduled_tokens]:
             request, n_tokens = runner.requests[request_id], len(runner.requests[request_id].prompt_token_ids)
             start = request.num_computed_tokens
             end = start + num_scheduled_tokens[request_id]

@@ -1,4 +1,4 @@
-"""Admission of requests to the proxy's queue, limited by tokens and by count, with a fair share for every client."""
+"""Admission of requests to the proxy's queue, limited by ids and by count, with a fair share for every client."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class QueueFull(Exception):
 
     Attributes:
         n_requests: Number of waiting requests.
-        n_tokens: Their tokens.
+        n_ids: Their tokens and support ids.
     """
 
-    def __init__(self, n_requests: int, n_tokens: int) -> None:
-        super().__init__(n_requests, n_tokens)
-        self.n_requests, self.n_tokens = n_requests, n_tokens
+    def __init__(self, n_requests: int, n_ids: int) -> None:
+        super().__init__(n_requests, n_ids)
+        self.n_requests, self.n_ids = n_requests, n_ids
 
     def __str__(self) -> str:
-        return f"{self.n_requests} requests with {self.n_tokens} tokens wait already"
+        return f"{self.n_requests} requests with {self.n_ids} tokens and support ids wait already"
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class QueueLimits:
     """Limits of the queue.
 
     Attributes:
-        max_tokens: Tokens of the waiting requests. A token takes 4 bytes of the proxy's memory.
+        max_tokens: Tokens and support ids of the waiting requests. Each takes 4 bytes of the proxy's memory.
         max_requests: Number of waiting requests.
     """
 
     max_tokens: int = MAX_QUEUE_TOKENS
     max_requests: int = MAX_QUEUE_REQUESTS
 
-    def ensure_room(self, queue: FairQueue, client: bytes, n_tokens: int) -> None:
+    def ensure_room(self, queue: FairQueue, client: bytes, n_ids: int) -> None:
         """Check that a request may enter the queue.
 
         Each client may always have one waiting request. Beyond that, a full queue accepts only clients below their
@@ -52,8 +52,8 @@ class QueueLimits:
         if queue.jobs_of(client) == 0:
             return
         for total, used, limit in (
-            (queue.n_tokens + n_tokens, queue.tokens_of(client) + n_tokens, self.max_tokens),
+            (queue.n_ids + n_ids, queue.ids_of(client) + n_ids, self.max_tokens),
             (queue.n_jobs + 1, queue.jobs_of(client) + 1, self.max_requests),
         ):
             if total > OVERFILL_FACTOR * limit or (total > limit and used > limit // queue.n_clients):
-                raise QueueFull(queue.n_jobs, queue.n_tokens)
+                raise QueueFull(queue.n_jobs, queue.n_ids)

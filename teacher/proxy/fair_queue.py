@@ -19,12 +19,12 @@ class _ClientQueue:
 
     Attributes:
         served_tokens: Tokens served to the client, on the virtual clock that all clients share.
-        n_tokens: Tokens of the waiting jobs.
+        n_ids: Ids of the waiting jobs.
         jobs: Waiting jobs by job id, in the order of service.
     """
 
     served_tokens: float
-    n_tokens: int = 0
+    n_ids: int = 0
     jobs: OrderedDict[int, Job] = field(default_factory=OrderedDict)
 
 
@@ -32,12 +32,12 @@ class FairQueue:
     """Waiting jobs by client.
 
     Attributes:
-        n_tokens: Tokens of all waiting jobs.
+        n_ids: Ids of all waiting jobs, which determine their memory.
         n_jobs: Number of waiting jobs.
     """
 
     def __init__(self) -> None:
-        self.n_tokens = 0
+        self.n_ids = 0
         self.n_jobs = 0
         self._clients: dict[bytes, _ClientQueue] = {}
         self._clock_tokens = 0.0  # largest `served_tokens` at which a job was taken
@@ -87,9 +87,9 @@ class FairQueue:
         self._count(job, -1)
         return True
 
-    def tokens_of(self, client: bytes) -> int:
-        """Return the tokens of a client's waiting jobs."""
-        return self._clients[client].n_tokens if client in self._clients else 0
+    def ids_of(self, client: bytes) -> int:
+        """Return the ids of a client's waiting jobs."""
+        return self._clients[client].n_ids if client in self._clients else 0
 
     def jobs_of(self, client: bytes) -> int:
         """Return the number of a client's waiting jobs."""
@@ -102,8 +102,8 @@ class FairQueue:
 
     def _count(self, job: Job, sign: int) -> None:
         self.n_jobs += sign
-        self.n_tokens += sign * job.n_tokens
-        self._clients[job.key.client].n_tokens += sign * job.n_tokens
+        self.n_ids += sign * job.n_ids
+        self._clients[job.key.client].n_ids += sign * job.n_ids
 
     def _forget_idle_clients(self) -> None:
         """Remove the clients without jobs whose state equals a new client's."""

@@ -32,6 +32,7 @@ class Job:
         key: Request id between client and proxy.
         frames: Message as received.
         n_tokens: Tokens of its sequences.
+        n_ids: Ids in its arrays: tokens, and support ids.
         deadline: Time at which it expires.
         arrived_at: Time of its arrival.
         assigned_at: Time at which a worker got it, 0 before.
@@ -42,6 +43,7 @@ class Job:
     key: RequestKey
     frames: list[Frame]
     n_tokens: int
+    n_ids: int
     deadline: float
     arrived_at: float
     assigned_at: float = 0.0

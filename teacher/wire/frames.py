@@ -103,7 +103,7 @@ def _decode_array(spec: Any, frame: Frame) -> np.ndarray:
     for smallest, size in enumerate(reversed(shape), 2 - len(shape)):  # an array of rows may have no columns
         if type(size) is not int or not smallest <= size <= LIMITS.vocab_size:
             raise TeacherProtocolError(
-                f"array sizes must be 1 to {LIMITS.vocab_size}, got {short(shape)}", entry="arrays"
+                f"array sizes must be 1 to {LIMITS.vocab_size}, or 0 columns, got {short(shape)}", entry="arrays"
             )
         announced_bytes *= size
     if (n_bytes := memoryview(frame).nbytes) != announced_bytes:

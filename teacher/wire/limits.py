@@ -27,11 +27,11 @@ class Limits:
         sequences: Sequences of one request.
         sequence_tokens: Tokens of one sequence.
         request_tokens: Tokens of one request.
+        request_support_ids: Support ids of one request, over all positions.
         vocab_size: Vocabulary size, and size of each array dimension.
         eos_token_ids: End-of-sequence tokens of one model.
         last_tokens: Last tokens of one tokenizer, each of at most 1024 characters.
-        request_frame_bytes: Size of a frame sent to a worker: the token ids of one sequence, or its support ids, such
-            as 64 ids at each of 256k positions.
+        request_frame_bytes: Size of a frame sent to a worker: the token ids of one sequence, or its support ids.
         reply_frame_bytes: Size of a frame sent to a client: 1M tokens with top-4096, or 16k tokens with the whole
             vocabulary of 256k tokens.
         timeout_s: Deadline of a request, in seconds.
@@ -48,10 +48,11 @@ class Limits:
     sequences: int = 4096
     sequence_tokens: int = 1 << 20
     request_tokens: int = 16 << 20
+    request_support_ids: int = 64 << 20
     vocab_size: int = 1 << 24
     eos_token_ids: int = 256
     last_tokens: int = 1024
-    request_frame_bytes: int = 64 << 20
+    request_frame_bytes: int = 256 << 20
     reply_frame_bytes: int = 16 << 30
     timeout_s: float = 7 * 24 * 3600.0
     stall_timeout_s: float = 1e6

@@ -114,6 +114,11 @@ class Score(Message, kind="score", route="client -> proxy -> worker"):
         """Tokens of all sequences, prompts included."""
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
+    @property
+    def n_ids(self) -> int:
+        """Tokens and support ids of all sequences."""
+        return self.n_tokens + sum(sequence.n_scored * sequence.n_support for sequence in self.sequences)
+
 
 @dataclass(frozen=True)
 class ScoreReply(Message, kind="score_reply", route="worker -> proxy -> client"):

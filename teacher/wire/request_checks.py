@@ -44,6 +44,14 @@ def check_sequences(sequences: Sequence[TeacherSequence]) -> None:
             options=_SPLIT_OPTIONS,
             remedy=_SPLIT_REMEDY,
         )
+    n_support_ids = sum(sequence.n_scored * sequence.n_support for sequence in sequences)
+    if n_support_ids > LIMITS.request_support_ids:
+        raise TeacherRequestError(
+            f"{n_support_ids} support ids in one request, at most {LIMITS.request_support_ids} can be sent",
+            argument="support_ids_TJ",
+            options=("actor_rollout_ref.teacher.student_top_k",),
+            remedy="lower actor_rollout_ref.teacher.student_top_k",
+        )
 
 
 def _check_sequence(i: int, sequence: TeacherSequence) -> None:
@@ -96,15 +104,6 @@ def _check_support(i: int, sequence: TeacherSequence) -> None:
             f"support_ids_TJ must be a numpy int32 array [T, J] of the {sequence.n_scored} response tokens, got {got}",
             sequence=i,
             argument="support_ids_TJ",
-        )
-    if support_TJ.nbytes > LIMITS.request_frame_bytes:
-        raise TeacherRequestError(
-            f"support_ids_TJ has {support_TJ.nbytes >> 20} MiB, at most {LIMITS.request_frame_bytes >> 20} MiB can be "
-            "sent",
-            sequence=i,
-            argument="support_ids_TJ",
-            options=("actor_rollout_ref.teacher.student_top_k",),
-            remedy="lower actor_rollout_ref.teacher.student_top_k",
         )
     if support_TJ.min() < -1:
         raise TeacherRequestError(

@@ -54,11 +54,16 @@ def kinds(role: str, *, sent: bool) -> list[type[Message]]:
 
 def scores(sequences: list[TeacherSequence], k: int = K) -> list[ScoredSequence]:
     """Return scores with the shapes of these sequences."""
-    shapes = [(len(sequence.token_ids) - sequence.prompt_len, k) for sequence in sequences]
-    return [
-        ScoredSequence(np.zeros(shape, np.float32), np.ones(shape, np.int32), np.zeros(shape[:1], np.float32))
-        for shape in shapes
-    ]
+    found = []
+    for sequence in sequences:
+        shape = sequence.n_scored, k if sequence.with_top_k else 0
+        support_TJ = np.zeros((sequence.n_scored, sequence.n_support), np.float32) if sequence.n_support else None
+        found.append(
+            ScoredSequence(
+                np.zeros(shape, np.float32), np.ones(shape, np.int32), np.zeros(shape[:1], np.float32), support_TJ
+            )
+        )
+    return found
 
 
 def _dataclass(record: type) -> SearchStrategy[Any]:
@@ -111,7 +116,16 @@ _WIRE_DTYPES = st.sampled_from(["float32", "float16"])
 
 def _sequences() -> SearchStrategy[TeacherSequence]:
     ids = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=6)
-    return ids.flatmap(lambda ids: st.builds(TeacherSequence, st.just(ids), st.integers(1, len(ids) - 1)))
+    return ids.flatmap(
+        lambda ids: st.builds(_sequence, st.just(ids), st.integers(1, len(ids) - 1), st.integers(0, 3), st.booleans())
+    )
+
+
+def _sequence(ids: list[int], prompt_len: int, n_support: int, with_top_k: bool) -> TeacherSequence:
+    if not n_support:
+        return TeacherSequence(ids, prompt_len)
+    support_TJ = np.arange(-1, (len(ids) - prompt_len) * n_support - 1, dtype=np.int32).reshape(-1, n_support)
+    return TeacherSequence(ids, prompt_len, support_ids_TJ=support_TJ, with_top_k=with_top_k)
 
 
 def _errors(kind: type[TeacherError]) -> SearchStrategy[TeacherError]:

@@ -13,7 +13,7 @@ from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import DataError
 
 TEACHER_MASS_TOLERANCE = 5e-3
-"""Amount by which the probabilities of a teacher's top-k may sum to more than 1.
+"""Amount by which the probabilities of a teacher's row may sum to more than 1.
 
 1e-3 of it is for bfloat16 engines. The rest is for ``teacher.wire_dtype=float16``: it changes log-probabilities above
 -16 by at most 2^-8, and their sum therefore by at most 0.4 %. The losses divide such a row by its sum.
@@ -47,7 +47,7 @@ def _logps_are_valid(samples: Sequence[Sample]) -> bool:
 
 
 def _masses_are_valid(samples: Sequence[Sample]) -> bool:
-    """Return True if every row of the teacher's top-k sums to at most 1. False if there is a NaN."""
+    """Return True if every row of a teacher sums to at most 1. False if there is a NaN."""
     buffer = np.empty(BLOCK_ELEMENTS, np.float32)
     for blocks in _blocks(samples):
         n_rows, k = sum(map(len, blocks)), blocks[0].shape[1]

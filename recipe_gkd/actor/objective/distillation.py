@@ -33,8 +33,8 @@ class DistillationInputs:
     Attributes:
         batch: Micro-batch.
         stats: Student's statistics.
-        buckets: Student and teacher on the teacher's top-k and the tail.
-        valid_TK: Valid entries of the teacher's top-k, bool.
+        buckets: Student and teacher on the support and the tail.
+        valid_TK: Valid entries of the support, bool.
     """
 
     batch: DeviceBatch

@@ -22,7 +22,7 @@ from recipe_gkd.losses.student_output import StudentOutput
 
 KlSums = dict[int, tuple[float, float]]
 """Uid of a sample -> sums over its scored tokens of forward KL(teacher || student) and reverse KL(student || teacher),
-in nats. The tail outside the teacher's top-k is one outcome."""
+in nats. The tail outside the support is one outcome."""
 
 _FORWARD, _REVERSE = "forward_kl_T", "reverse_kl_T"
 

@@ -54,7 +54,7 @@ class TokenValues:
     Attributes:
         batch: Micro-batch.
         stats: Student's statistics.
-        buckets: Student and teacher on the teacher's top-k and the tail.
+        buckets: Student and teacher on the support and the tail.
         mismatch: Difference between the rollout engine and the trainer.
         losses: Loss of each token by term, [T]: ``total``, ``kl`` (the distillation loss without weight), ``distill``,
             ``pg``, ``sft`` (weighted), ``clipped`` (bool), and ``custom/<name>`` of a custom loss.

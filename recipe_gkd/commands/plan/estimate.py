@@ -91,7 +91,7 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
     settings, data = config.actor_rollout_ref, config.data
     actor, dims = read_actor_memory(config), read_student_dims(settings.model.path, config)
     top_k = min(settings.teacher.top_k or _DEFAULT_TOP_K, dims.vocab_size)
-    n_ids = Support.of(config).n_ids(top_k)
+    n_ids = Support.of(config).max_ids(top_k)
     batch = micro_batch_memory(config, device, dims, n_ids)
     by_phase = phase_memory(config, device, actor, device_memory)
     phases: dict[str, PhaseMemory] = {phase.phase: phase for phase in by_phase}

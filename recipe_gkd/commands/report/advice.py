@@ -54,8 +54,9 @@ CHECKS = (
     Rule(
         "actor/teacher_topk_mass",
         lambda value: value < 0.95,
-        "The teacher's top-k contains {value:.1%} of its probability.",
-        "Use a larger N_LOGPROBS of the teacher service.",
+        "The ids that the divergence compares one by one have {value:.1%} of the teacher's probability.",
+        "With teacher.support=teacher use a larger N_LOGPROBS. With support=student this is usual while the student "
+        "differs from the teacher; support=union adds the teacher's ids.",
     ),
     Rule(
         "actor/above_importance_cap",

@@ -56,8 +56,9 @@ class GkdConfig:
         "other than reference responses with `sft_target=data`."
     )
     distill_loss_type: LossType = key(
-        "Distillation loss at each position: a divergence between teacher P and student Q on the teacher's top-k, or "
-        "an estimate of reverse KL from the sampled token alone (`k1`: policy gradient, `k2`, `k3`).",
+        "Distillation loss at each position: a divergence between teacher P and student Q on the ids of "
+        "`teacher.support`, or an estimate of reverse KL from the sampled token alone (`k1`: policy gradient, `k2`, "
+        "`k3`).",
         unused=[NO_TEACHER, CUSTOM_LOSS],
     )
     distill_loss_coef: float = key(
@@ -79,7 +80,7 @@ class GkdConfig:
         le=1e3,
     )
     tail: TailMode = key(
-        "Ids outside the teacher's top-k. `bucket` merges them into one outcome; `renormalize` omits them and divides "
+        "Ids outside the support. `bucket` merges them into one outcome; `renormalize` omits them and divides "
         "both distributions by their remaining mass (biased); `none` omits them from the sum (biased); `generalized` "
         "does too, with the generalized KL divergence, which is minimal where student and teacher are equal.",
         unused=[NO_TEACHER, CUSTOM_LOSS, SAMPLED_TOKEN_LOSS],
@@ -145,7 +146,7 @@ class GkdConfig:
     )
     baseline: AdvantageBaseline = key(
         "Baseline of `k1`, subtracted from log p - log q of the sampled token to reduce variance. `expected`: the "
-        "expectation at this position, from the teacher's top-k; `group`: the mean over the tokens of the other "
+        "expectation at this position, from the ids of the support; `group`: the mean over the tokens of the other "
         "responses to the same prompt, after which the result is divided by their standard deviation (at least 0.1 "
         "nats); `none`: no baseline.",
         unused=[CUSTOM_LOSS, needs(lambda config: config.gkd.distill_loss_type, "k1")],

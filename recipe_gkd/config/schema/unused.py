@@ -100,7 +100,11 @@ NO_HTTP_SERVER = with_backends("hf", "zmq", "recorded", enable="http")
 NO_SUPPORT_IDS = with_backends("http", "recorded", enable="zmq")
 TEACHER_SUPPORT = unused_with(lambda config: config.actor_rollout_ref.teacher.support, "teacher", "student")
 ONLY_STUDENT_SUPPORT = UnusedWhen(
-    lambda config: config.actor_rollout_ref.teacher.support == "student" and not config.gkd.sft_share,
+    lambda config: (
+        config.actor_rollout_ref.teacher.support == "student"
+        and config.actor_rollout_ref.teacher.backend in ("hf", "zmq")
+        and not (config.gkd.sft_share and config.gkd.sft_target == "teacher")
+    ),
     lambda config: config.actor_rollout_ref.teacher.support,
     "union",
 )

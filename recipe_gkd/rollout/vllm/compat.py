@@ -57,6 +57,7 @@ try:
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.nccl import unpinned_nccl_env
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 except ImportError as error:
     raise WorkerError(
@@ -92,6 +93,7 @@ _REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
     WeightTransferEngineFactory: ("register_engine",),
     CompilerManager: ("save_to_file",),
     CompletionOutput: ("weight_versions",),
+    LogprobsProcessor: ("_update_sample_logprobs",),
     layerwise: ("materialize_layer",),
     multiproc_executor: ("get_file_store_init_method", "MultiprocExecutor"),
     uniproc_executor: ("get_file_store_init_method",),
@@ -159,9 +161,36 @@ def _keep_buffers_in_reloads() -> None:
     layerwise.materialize_layer = materialize
 
 
+def _keep_logprobs_as_arrays() -> None:
+    """Store the log-probabilities of a token as one array each, instead of one Python object per entry.
+
+    ``v1/engine/logprobs.py`` appends them to the lists of `FlatLogprobs`. With 64 ids of the student this and the
+    conversion to an array take 23 us per token on a slow core, with arrays 8 us; without ids 7 us each. Requests
+    without ``flat_logprobs`` are as before.
+    """
+    update: Callable[[LogprobsProcessor, Any], None] = LogprobsProcessor._update_sample_logprobs
+
+    def keep(self: LogprobsProcessor, logprobs_lists: Any) -> None:
+        kept = self.logprobs
+        if not isinstance(kept, FlatLogprobs):
+            update(self, logprobs_lists)
+            return
+        ids, logps, *_ = logprobs_lists
+        n_columns = (self.num_logprobs or 0) + 1  # a batch has the columns of the request with the most
+        for ids_X, logps_X in zip(ids[:, :n_columns].copy(), logps[:, :n_columns].copy(), strict=True):
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(logps_X[0])
+            kept.token_ids.append(ids_X)
+            kept.logprobs.append(logps_X)
+            kept.start_indices.append(len(kept.start_indices))  # its length is the number of tokens
+            kept.end_indices.append(len(kept.start_indices))
+
+    LogprobsProcessor._update_sample_logprobs = keep  # type: ignore[method-assign]
+
+
 _self_check()
 _write_compile_cache_atomically()
 _keep_buffers_in_reloads()
+_keep_logprobs_as_arrays()
 
 
 def check_platform(device: str) -> None:

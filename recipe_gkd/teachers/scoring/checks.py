@@ -24,13 +24,14 @@ def check_scores(name: str, sequences: Sequence[TeacherSequence], scored: Sequen
     if len(scored) != len(sequences):
         raise TeacherProtocolError(f"sent {len(sequences)} sequences, got scores of {len(scored)}", teacher=name)
     for i, (sequence, result) in enumerate(zip(sequences, scored, strict=True)):
-        n_rows, least_k = sequence.n_scored, int(sequence.with_top_k)
+        n_rows = sequence.n_scored
         shapes = [np.shape(array) for array in (result.topk_logps_TK, result.topk_ids_TK, result.sampled_logps_T)]
         k = shapes[0][-1] if len(shapes[0]) == 2 else 0
-        if k < least_k or shapes != [(n_rows, k), (n_rows, k), (n_rows,)]:
+        if (k >= 1) != sequence.with_top_k or shapes != [(n_rows, k), (n_rows, k), (n_rows,)]:
             raise TeacherProtocolError(
                 f"{n_rows} response tokens, got topk_logps_TK, topk_ids_TK and sampled_logps_T of shapes "
-                f"{', '.join(map(str, shapes))}, expected [T, K], [T, K] and [T]",
+                f"{', '.join(map(str, shapes))}, expected [T, K], [T, K] and [T], with K "
+                f"{'of at least 1' if sequence.with_top_k else '= 0, because the sequence has with_top_k=False'}",
                 teacher=name,
                 sequence=i,
             )
@@ -41,7 +42,8 @@ def _check_support(name: str, i: int, sequence: TeacherSequence, result: ScoredS
     if sequence.support_ids_TJ is None:
         return
     expected = sequence.support_ids_TJ.shape
-    got = None if result.support_logps_TJ is None else np.shape(result.support_logps_TJ)
+    support_TJ = getattr(result, "support_logps_TJ", None)  # a user's class may return other records
+    got = None if support_TJ is None else np.shape(support_TJ)
     if got != expected:
         raise TeacherProtocolError(
             f"the sequence has support_ids_TJ of shape {expected}, got support_logps_TJ "

@@ -154,7 +154,7 @@ class ScoringPool:
         return max(map(self._row_bytes, self._specs.values()))
 
     def _row_bytes(self, spec: ClientDescription) -> int:
-        return self._support.n_ids(spec.n_columns) * spec.entry_bytes
+        return self._support.max_ids(spec.n_columns) * spec.entry_bytes
 
     def node_shares(self) -> dict[str, float]:
         """Return the largest part of a batch's rows that each node may get, by its id. The homes must be set."""
@@ -211,14 +211,15 @@ class ScoringPool:
         of_home: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for index, uid in enumerate(request.uids):  # by the reading node too, so that it fetches no rows of others
             of_home[self._home_of(request.teacher, uid), self.homes.of_uid(uid)].append(index)
-        row_bytes = self._row_bytes(self._specs[request.teacher])
+        spec = self._specs[request.teacher]
         parts: list[tuple[int, list[int]]] = []
         for (home, _), indices in of_home.items():
             part: list[int] = []
             n_bytes = 0
             for index in indices:
                 sequence = request.sequences[index]
-                needed = sequence.n_scored * row_bytes
+                n_columns = sequence.n_support + (spec.n_columns if sequence.with_top_k else 0)
+                needed = sequence.n_scored * n_columns * spec.entry_bytes
                 if part and n_bytes + needed > PART_BYTES:
                     parts.append((home, part))
                     part, n_bytes = [], 0

@@ -18,9 +18,11 @@ def rows_of(sequence: TeacherSequence, scored: ScoredSequence) -> tuple[np.ndarr
 
     An id of the sequence that is in the teacher's top k as well is an unused entry: -inf, and id -1.
     """
-    support_ids_TJ, support_logps_TJ = sequence.support_ids_TJ, scored.support_logps_TJ
-    if support_ids_TJ is None or support_logps_TJ is None:
+    support_ids_TJ = sequence.support_ids_TJ
+    if support_ids_TJ is None:
         return scored.topk_logps_TK, scored.topk_ids_TK
+    support_logps_TJ = scored.support_logps_TJ
+    assert support_logps_TJ is not None, "check_scores has passed"
     if not scored.topk_ids_TK.shape[1]:
         return support_logps_TJ, support_ids_TJ
     is_repeated_TJ = _are_in(support_ids_TJ, scored.topk_ids_TK)

@@ -317,6 +317,13 @@ class HttpTeacherClient:
                 remedy="use the teacher service or backend=hf for other temperatures",
             )
         normalized, deadline = normalize_sequences(sequences), time.monotonic() + timeout_s
+        if any(sequence.n_support or not sequence.with_top_k for sequence in normalized):
+            raise TeacherRequestError(
+                "support_ids_TJ: the servers return log-probabilities of their own top k only",
+                argument="support_ids_TJ",
+                options=("actor_rollout_ref.teacher.support",),
+                remedy="set actor_rollout_ref.teacher.support=teacher, or use the teacher service or backend=hf",
+            )
         calls = [
             asyncio.ensure_future(self._score_one(position, sequence, deadline, timeout_s))
             for position, sequence in enumerate(normalized)

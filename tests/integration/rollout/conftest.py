@@ -70,7 +70,8 @@ class Pool:
 
     Worker 0 starts from the tied weights OLD, worker 1 from the tied weights NEW in a folder that also stores the
     output layer, and worker 2 from the untied weights OLD. The output layer of the untied model is padded, and no token
-    may come from the padding. Worker 2 samples with ``SHAPED``, returns ``STUDENT_IDS``, and also stops at ``TEACHER_EOS``.
+    may come from the padding. Worker 2 samples with ``SHAPED``, returns ``STUDENT_IDS``, and also stops at
+    ``TEACHER_EOS``.
 
     Attributes:
         handles: Ray handles of the workers.

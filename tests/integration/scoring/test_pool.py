@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import ray
 
+from recipe_gkd.config.support import Support
 from recipe_gkd.data.samples import Prompt, Response, Sample, StoredTopK, TeacherTopK
 from recipe_gkd.errors import ResourceError, WorkerDied, WorkerError
 from recipe_gkd.ray_cluster.node_probe import ActorLocation, own_node
@@ -357,6 +358,20 @@ class TestNodes:
         pool.homes = Homes(("driver", "other"), (0, 1))
         assert pool._parts(request(4)) == [(0, [0, 2]), (0, [1, 3])]
         assert pool.node_shares() == {"driver": 1.0, "other": 0.5}
+
+    def test_parts_are_sized_by_the_ids_of_each_sequence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A reference response has the teacher's top k where a sampled one has the few ids of the student."""
+        specs = {"a": ClientSpec("127.0.0.1", 1, {"top_k": 64})}
+        support = Support(2, with_top_k=False, scores_references=True)
+        pool = ScoringPool(specs, "driver", lambda *_: None, per_node=1, support=support)
+        pool.homes = Homes(("driver",), (0,))
+        assert pool.row_bytes == 64 * 8
+        monkeypatch.setattr(pool_module, "PART_BYTES", 2 * 8 * 10)  # ten rows of two ids
+        ids_N = np.zeros(6, np.int32)
+        sampled = TeacherSequence(ids_N, 1, support_ids_TJ=np.zeros((5, 2), np.int32), with_top_k=False)
+        sequences = [sampled, sampled, TeacherSequence(ids_N, 1), sampled]
+        mixed = TeacherRequest(teacher="a", step=0, uids=range(4), sequences=sequences)
+        assert pool._parts(mixed) == [(0, [0, 1]), (0, [2]), (0, [3])]
 
     def test_actors_on_a_new_node_get_a_worker_there(self, service: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
         """The node of the actors may be lost."""

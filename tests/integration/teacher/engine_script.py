@@ -1,4 +1,4 @@
-"""Score sequences with several engine settings, in a separate process: `engine_script.py MODEL OUT`.
+"""Score sequences with several engine settings, in a separate process: `engine_script.py MODEL OUT [N_RANKS]`.
 
 The .npz file OUT contains NAME/I/FIELD for each array of result I under each setting, NAME/preemptions, and NAME/error
 for rejected settings and sequences. "head SETTING" are a bfloat16 engine's results, and the largest error of its
@@ -209,7 +209,17 @@ def as_json(error: TeacherError) -> str:
     return json.dumps({"type": type(error).__name__, **vars(error)}, default=str)
 
 
-def main(model: str, out: str) -> None:
+def score_on_two_ranks(model: str, out: str) -> None:
+    engine = VllmEngine(EngineConfig(model, **SMALL | {"kv_cache_mib": 8}, max_model_len=SMALLEST_KV_LEN, tp_size=2))
+    results = score(engine, SUPPORTED)
+    engine.close()
+    np.savez(out, **{f"two ranks/{key}": value for key, value in results.items()})
+
+
+def main(model: str, out: str, n_ranks: str = "1") -> None:
+    if n_ranks == "2":
+        score_on_two_ranks(model, out)
+        return
     found: dict[str, Any] = {}
 
     def save(name: str, results: dict[str, Any]) -> None:

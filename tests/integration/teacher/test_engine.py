@@ -62,9 +62,13 @@ def padded_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scored(padded_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the results of `engine_script`. It runs in its own process, because vLLM changes its process."""
-    out = tmp_path_factory.mktemp("scored") / "scores.npz"
-    command = [sys.executable, "-m", "tests.integration.teacher.engine_script", str(padded_qwen2), str(out)]
+    """Return the results of `engine_script`."""
+    return run_script(padded_qwen2, tmp_path_factory.mktemp("scored") / "scores.npz")
+
+
+def run_script(model: Path, out: Path, *arguments: str) -> dict[str, Any]:
+    """Run `engine_script` in its own process, because vLLM changes its process."""
+    command = [sys.executable, "-m", "tests.integration.teacher.engine_script", str(model), str(out), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -144,6 +148,21 @@ def test_engine_support_ids_agree_with_transformers(response_logits: Logits, sco
         if sequence.with_top_k:
             assert_scores(scored, f"support/{key}", sequence, logps_TV)
     assert any(len(SUPPORTED[key].token_ids) > 900 for key in kept)  # several steps
+
+
+@pytest.mark.slow
+def test_engine_with_tensor_parallel_ranks_keeps_sequences_apart(
+    padded_qwen2: Path, response_logits: Logits, tmp_path: Path
+) -> None:
+    """Each rank has part of the vocabulary: scores are wrong if ranks compute sequences in different orders."""
+    scored = run_script(padded_qwen2, tmp_path / "scores.npz", "2")
+    for key in set(range(len(SUPPORTED))) - {DISCARDED}:
+        tokens_TV = response_logits(SUPPORTED[key])[:, :N_TOKENS]
+        logps_TV, ids_TJ = tokens_TV - log_mass(tokens_TV), SUPPORTED[key].support_ids_TJ
+        assert ids_TJ is not None
+        expected_TJ = np.take_along_axis(logps_TV, np.maximum(ids_TJ, 0), 1)
+        found_TJ = scored[f"two ranks/{key}/support_logps_TJ"]
+        assert np.abs(found_TJ - expected_TJ)[ids_TJ >= 0].max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["wide", "padded"])

@@ -17,6 +17,7 @@ from tests._support.repository import REPO
 from tests._support.training_command import FULL_OBJECTIVE, Run, StartRun, Teacher, running_teacher
 
 TEACHER = "actor_rollout_ref.teacher"
+DEFAULT_PORT = 15555  # With ``backend=hf`` any other value is refused.
 REWARD = (
     f"custom_reward_function.path={REPO / 'tests/_support/verl_reward.py'}",
     "custom_reward_function.num_workers=1",
@@ -104,6 +105,8 @@ class TestSchedule:
         run = start_run(
             *validation,
             f"trainer.scheduler={scheduler}",
+            f"{TEACHER}.support=union",
+            f"{TEACHER}.student_top_k=4",
             "trainer.total_epochs=2",
             "trainer.save_freq=2",
             f"trainer.logger=[console,jsonl,tensorboard,{REPO}/docs/examples/custom_logger.py:CsvLogger]",
@@ -172,6 +175,27 @@ class TestSchedule:
             for run in runs
         )
         assert first == second and len(first) == 3 and "actor/kl_loss" in first[0]
+
+
+class TestSupport:
+    @pytest.mark.slow  # tests/unit/losses has the divergences, tests/integration/teacher and rollout the ids
+    def test_supports_with_all_ids_train_alike(self, start_run: StartRun, teacher_model: Path, tmp_path: Path) -> None:
+        """With all 32 ids the divergence is the one of the whole vocabulary, whichever model has selected them."""
+        settings = ("trainer.scheduler=sync", "trainer.total_training_steps=3", "trainer.save_freq=-1")
+        hf = (f"{TEACHER}.backend=hf", f"{TEACHER}.model_path={teacher_model}", f"{TEACHER}.server_port={DEFAULT_PORT}")
+        supports = {
+            "teacher": (f"{TEACHER}.top_k=32",),
+            "student": (f"{TEACHER}.support=student", f"{TEACHER}.student_top_k=32"),
+            "union": (f"{TEACHER}.support=union", f"{TEACHER}.student_top_k=32", f"{TEACHER}.top_k=8"),
+        }
+        found = {}
+        for name, support in supports.items():
+            run = start_run(*settings, *hf, *support, folder=tmp_path / name).finish()
+            assert run.status == 0, run.output
+            found[name] = [(line["actor/kl_loss"], line["actor/grad_norm"]) for line in run.metrics]
+        assert len(found["teacher"]) == 3 and found["teacher"][0][0] > 0.01
+        for name in ("student", "union"):
+            assert found[name] == [pytest.approx(line, rel=1e-3) for line in found["teacher"]]
 
 
 class TestResume:

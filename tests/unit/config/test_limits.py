@@ -364,9 +364,7 @@ def consumer_of(name: str) -> Callable[[Config, str], None]:
         place_pools: ["custom_reward_function.num_workers", "ray_init.num_cpus"],
         run_schedule: ["trainer.max_staleness", f"{TEACHER}.num_microbatches"],
         encode_teacher_request: [
-            f"{TEACHER}.timeout_s",
-            f"{TEACHER}.top_k",
-            f"{TEACHER}.student_top_k",
+            *(f"{TEACHER}.{key}" for key in ("timeout_s", "top_k", "student_top_k")),
             "gkd.distill_temperature",
         ],
         seed_generators: ["data.seed"],

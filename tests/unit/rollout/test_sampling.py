@@ -71,12 +71,9 @@ class TestSampling:
             "union": {"train": 5, "validation": 5, "probe": 0},
         }
         for support, expected in settings.items():
-            keys = [
-                f"{teacher}.support={support}",
-                f"{teacher}.student_top_k=5",
-                f"trainer.val_kl={support == 'union'}",
-            ]
-            config = config_for(tmp_path, *keys, "trainer.test_freq=1", "data.val_files=x")
+            keys = [f"{teacher}.support={support}", f"trainer.val_kl={support == 'union'}"]
+            validation = ["trainer.test_freq=1", "data.val_files=x", "custom_reward_function.path=reward.py"]
+            config = config_for(tmp_path, *keys, f"{teacher}.student_top_k=5", *validation)
             found = {name: sampling_from(config, name).for_request(0, 0)["logprobs"] for name in get_args(SamplingName)}
             assert found == expected, support
 

@@ -68,7 +68,9 @@ def test_support_ids_are_scored_beside_or_instead_of_the_top_k(top_k: int | None
             np.testing.assert_array_equal(result.support_logps_TJ, want.support_logps_TJ)
 
 
-@pytest.mark.parametrize("support_ids_TJ", [[[0.5], [1]], [[1], [-2]], [[1, 2], [3]], [[1], [1 << 40]], [["a"], ["b"]]])
+@pytest.mark.parametrize(
+    "support_ids_TJ", [[3, 4], [[0.5], [1]], [[1], [-2]], [[1, 2], [3]], [[1], [1 << 40]], [["a"], ["b"]]]
+)
 def test_invalid_support_ids_are_named(support_ids_TJ: Any) -> None:
     with raises(TeacherRequestError, sequence=1, argument="support_ids_TJ"):
         normalize_sequences([VALID, TeacherSequence([9, 8, 7], 1, support_ids_TJ=support_ids_TJ)])

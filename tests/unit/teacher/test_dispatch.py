@@ -188,7 +188,7 @@ class TestAdmission:
         add_jobs(dispatcher, ANN, *[10] * 10)
         with pytest.raises(QueueFull) as full:
             add_jobs(dispatcher, ANN, 10, first_id=10)
-        assert (full.value.n_requests, full.value.n_tokens) == (10, 100)
+        assert (full.value.n_requests, full.value.n_ids) == (10, 100)
         add_jobs(dispatcher, BOB, *[10] * 5)
         with pytest.raises(QueueFull):
             add_jobs(dispatcher, BOB, 10, first_id=5)
@@ -197,7 +197,18 @@ class TestAdmission:
             add_jobs(dispatcher, b"eve", 1, first_id=1)
         dispatcher.add_worker(make_worker(0, 1))
         assign_all(dispatcher)
-        assert dispatcher.queue.n_tokens == 650 - sum(w.load_tokens for w in dispatcher.workers.values())
+        assert dispatcher.queue.n_ids == 650 - sum(w.load_tokens for w in dispatcher.workers.values())
+
+    def test_support_ids_count_as_memory_and_not_as_work(self) -> None:
+        dispatcher = make_dispatcher(max_queue_tokens=100)
+        for number in range(2):
+            dispatcher.add_job(RequestKey(ANN, number), [], 10, 1e9, now=0.0, n_ids=50)
+        with pytest.raises(QueueFull) as full:
+            add_jobs(dispatcher, ANN, 1, first_id=2)
+        assert full.value.n_ids == 100
+        dispatcher.add_worker(make_worker(0, capacity_tokens=20))
+        assert len(assign_all(dispatcher)) == 2 and dispatcher.workers[b"worker 0"].load_tokens == 20
+        assert dispatcher.queue.n_ids == 0
 
     def test_full_queue_limits_count_and_tokens(self) -> None:
         dispatcher = Dispatcher(QueueLimits(max_tokens=10**6, max_requests=100))
@@ -205,7 +216,7 @@ class TestAdmission:
         assert fill(dispatcher, BOB, 8, at_most=1000) == 50
         with pytest.raises(QueueFull) as full:
             add_jobs(dispatcher, ANN, 2, first_id=1000)
-        assert (full.value.n_requests, full.value.n_tokens) == (150, 600)
+        assert (full.value.n_requests, full.value.n_ids) == (150, 600)
         dispatcher.add_worker(make_worker(0, capacity_tokens=250))
         assign_all(dispatcher)  # fair by tokens, so more requests of Ann than of Bob
         assert dispatcher.queue.jobs_of(BOB) < 50 and fill(dispatcher, BOB, 8, at_most=1000) > 0
@@ -268,7 +279,7 @@ class TestOpenJobs:
         assert dispatcher.cancel(RequestKey(ANN, 0)) is None
         expired = dispatcher.expire(5.0)
         assert [(job.key.request_id, where) for job, where in expired] == [(1, at), (2, None)]
-        assert at.load_tokens == 0 and dispatcher.queue.n_tokens == 20
+        assert at.load_tokens == 0 and dispatcher.queue.n_ids == 20
         assert {job.key.request_id for job in dispatcher.drop_waiting()} == {3, 4}
         assert not dispatcher.open_jobs and dispatcher.next_deadline() is None
 
@@ -312,7 +323,7 @@ class TestOpenJobs:
             end(*(job.key for job, _ in dispatcher.expire(now)))
             waiting = [job.key for job in dispatcher.queue]
             assert dispatcher.queue.n_jobs == len(waiting)
-            assert dispatcher.queue.n_tokens == sum(job.n_tokens for job in dispatcher.queue)
+            assert dispatcher.queue.n_ids == sum(job.n_tokens for job in dispatcher.queue)
             for at in dispatcher.workers.values():
                 assert at.load_tokens == sum(job.n_tokens for job in at.in_flight.values())
         end(*(job.key for job, _ in dispatcher.expire(now + 100)))

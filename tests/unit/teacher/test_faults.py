@@ -189,7 +189,9 @@ def test_full_queue_sends_retry_later() -> None:
         for i in range(60):
             greedy.submit(i, [make_sequence(1, 2)])
         later = [greedy.receive() for _ in range(10)]
-        assert all(isinstance(message, RetryLater) and "100 tokens wait" in message.reason for message in later)
+        assert all(
+            isinstance(message, RetryLater) and "100 tokens and support ids wait" in message.reason for message in later
+        )
         assert [message.request_id for message in later] == list(range(50, 60))  # type: ignore[attr-defined]
         with TeacherClient(server_port=proxy.frontend_port) as client, running_worker(proxy.backend_port):
             futures = [client.submit([make_sequence(5, i % 90)], 20) for i in range(200)]

@@ -352,6 +352,18 @@ class TestCheckScores:
         with raises(TeacherProtocolError, teacher="a", sequence=0):
             check_scores("a", [self.SEQUENCE], [scored])
 
+    @pytest.mark.parametrize("k", [0, 4])
+    def test_top_k_is_returned_if_and_only_if_it_is_requested(self, k: int) -> None:
+        support_TJ = np.zeros((3, 2), np.int32)
+        scored = ScoredSequence(np.zeros((3, k)), np.zeros((3, k)), np.zeros(3), np.zeros((3, 2)))
+        for with_top_k in (True, False):
+            sequence = TeacherSequence(np.zeros(5, np.int32), 2, support_ids_TJ=support_TJ, with_top_k=with_top_k)
+            if with_top_k == (k > 0):
+                check_scores("a", [sequence], [scored])
+            else:
+                with raises(TeacherProtocolError, teacher="a", sequence=0):
+                    check_scores("a", [sequence], [scored])
+
     @pytest.mark.parametrize("support_TJ", [None, np.zeros((3, 1)), np.zeros((2, 2))])
     def test_missing_support_names_the_key(self, support_TJ: np.ndarray | None) -> None:
         sequence = TeacherSequence(np.zeros(5, np.int32), 2, support_ids_TJ=np.zeros((3, 2), np.int32))

@@ -95,6 +95,12 @@ class TestScores:
         with table_server() as server, client_of(server) as client, raises(TeacherRequestError, argument="temperature"):
             client.submit([SEQUENCE], temperature=2.0).result(PATIENCE_S)
 
+    def test_support_ids_are_refused(self) -> None:
+        sequence = TeacherSequence([1, 2], 1, support_ids_TJ=[[3]])
+        refused = raises(TeacherRequestError, argument="support_ids_TJ", options=("actor_rollout_ref.teacher.support",))
+        with table_server() as server, client_of(server) as client, refused:
+            client.submit([sequence]).result(PATIENCE_S)
+
     def test_refused_sequence_is_named(self) -> None:
         with table_server() as server, client_of(server) as client:
             client.hello()
