@@ -50,6 +50,7 @@ GROUPS = {
     "objective": "Divergence of the loss",
     "source": "Whose responses are trained on",
     "top_k": "Number of log-probabilities k",
+    "support": "Ids that the divergence compares one by one: the teacher's, the student's or both",
     "tail": "Treatment of the ids outside the top-k, with k = 8",
     "schedule": "Schedule",
     "sampled": "Loss on the sampled token only",
@@ -58,10 +59,13 @@ GROUPS = {
 """Title of each figure."""
 
 _K8 = "actor_rollout_ref.teacher.top_k=8"
+_J64 = "actor_rollout_ref.teacher.student_top_k=64"
+_HALVES = ("actor_rollout_ref.teacher.top_k=32", "actor_rollout_ref.teacher.student_top_k=32")
+_REVERSE_KL = ("gkd.distill_loss_type=reverse_kl",)
 _N_STEP = ("trainer.scheduler=n_step_off", "trainer.max_staleness=4")
 VARIANTS = (
     Variant(FORWARD_KL, "objective", n_seeds=3),
-    Variant("reverse_kl", "objective", ("gkd.distill_loss_type=reverse_kl",), n_seeds=3),
+    Variant("reverse_kl", "objective", _REVERSE_KL, n_seeds=3),
     Variant("jsd", "objective", ("gkd.distill_loss_type=jsd",), n_seeds=3),
     Variant("sequence_kd", "source", ("gkd.sft_share=1", "gkd.enable_teacher=true"), n_seeds=3),
     Variant("teacher_responses", "source", ("gkd.sft_share=1", "gkd.sft_target=teacher")),
@@ -72,6 +76,9 @@ VARIANTS = (
     Variant("staleness_4_inflight", "schedule", (*_N_STEP, "trainer.inflight_update=true")),
     Variant("k8", "top_k", (_K8,)),
     Variant("k256", "top_k", ("actor_rollout_ref.teacher.top_k=256",)),
+    Variant("reverse_kl_student", "support", (*_REVERSE_KL, "actor_rollout_ref.teacher.support=student", _J64)),
+    Variant("reverse_kl_union", "support", (*_REVERSE_KL, "actor_rollout_ref.teacher.support=union", *_HALVES)),
+    Variant("union", "support", ("actor_rollout_ref.teacher.support=union", *_HALVES)),
     Variant("k8_renormalize", "tail", (_K8, "gkd.tail=renormalize")),
     Variant("k8_none", "tail", (_K8, "gkd.tail=none")),
     Variant("k1_expected", "sampled", ("gkd.distill_loss_type=k1",)),
