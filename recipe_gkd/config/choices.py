@@ -64,3 +64,9 @@ def kernel_backends() -> tuple[str, ...]:
 def absolute_path(value: str | None) -> str | None:
     """Return an absolute path. Workers may run in another folder than the command."""
     return None if value is None else str(Path(value).resolve())
+
+
+def absolute_source(value: str | None) -> str | None:
+    """Return ``FILE.py:Name`` with an absolute path. A value of another form is returned as it is."""
+    path, separator, name = (value or "").rpartition(":")
+    return f"{absolute_path(path)}:{name}" if separator and path else value

@@ -22,6 +22,7 @@ def objective_problems(config: Config) -> Iterator[ConfigError]:
     yield from _reward(config)
     yield from _sampled_tokens(config)
     yield from _custom_loss(config)
+    yield from _position_weights(config)
 
 
 def max_scored_tokens(config: Config) -> int:
@@ -185,5 +186,16 @@ def _sampled_tokens(config: Config) -> Iterator[ConfigError]:
 def _custom_loss(config: Config) -> Iterator[ConfigError]:
     try:
         check_custom_loss(config)
+    except ConfigError as error:
+        yield error
+
+
+def _position_weights(config: Config) -> Iterator[ConfigError]:
+    if config.gkd.position_weights is None:
+        return
+    from recipe_gkd.losses.position_weights import load_position_weights
+
+    try:
+        load_position_weights(config.gkd.position_weights)
     except ConfigError as error:
         yield error

@@ -170,7 +170,7 @@ def _checked_call(
     if not isinstance(outputs, LossOutputs):
         what = f"{label} returned {_describe(outputs)}, expected recipe_gkd.losses.LossOutputs"
         raise CustomLossError(what, keys=(KEY,))
-    _check_tensor(outputs.loss_T, "loss_T", label, inputs, uids_T)
+    check_token_values(outputs.loss_T, "loss_T", label, inputs, uids_T)
     if not outputs.loss_T.is_floating_point():
         what = f"{label} returned loss_T of dtype {outputs.loss_T.dtype}, expected a floating-point dtype"
         raise CustomLossError(what, keys=(KEY,), output="loss_T")
@@ -183,7 +183,7 @@ def _checked_call(
         if not (isinstance(name, str) and METRIC_NAME.fullmatch(name)):
             what = f"{label} returned a metric named {name!r}, expected letters, digits and _ . / - only"
             raise CustomLossError(what, keys=(KEY,), output=f"metrics[{name!r}]")
-        _check_tensor(value_T, f"metrics[{name!r}]", label, inputs, uids_T)
+        check_token_values(value_T, f"metrics[{name!r}]", label, inputs, uids_T)
     return outputs
 
 
@@ -217,27 +217,43 @@ def _no_gradient_error(label: str) -> CustomLossError:
     )
 
 
-def _check_tensor(value_T: Any, output: str, label: str, inputs: LossInputs, uids_T: Tensor | None) -> None:
+def check_token_values(
+    value_T: Any, output: str, label: str, inputs: LossInputs, uids_T: Tensor | None, *, key: str = KEY
+) -> None:
+    """Check a user's result that has one value for each response token.
+
+    Args:
+        value_T: Result of the user's function.
+        output: Name of the result, for the error.
+        label: Name and file of the function, for the error.
+        inputs: Inputs of the function.
+        uids_T: Uid of each token's sample; None if the tokens belong to no samples.
+        key: Config key of the function.
+
+    Raises:
+        CustomLossError: It is no tensor [T] of real numbers on the device of the inputs, or is not finite at a token
+            that a teacher scored.
+    """
     if not isinstance(value_T, Tensor):
         what = f"{label} returned {output} of type {_describe(value_T)}, expected a tensor [T]"
-        raise CustomLossError(what, keys=(KEY,), output=output)
+        raise CustomLossError(what, keys=(key,), output=output)
     if value_T.device != (device := inputs.positions_T.device):
         raise CustomLossError(
             f"{label} returned {output} on device {value_T.device}, expected {device}",
             remedy="create tensors on the device of the inputs",
-            keys=(KEY,),
+            keys=(key,),
             output=output,
         )
     if value_T.shape != (inputs.n_tokens,):
         raise CustomLossError(
             f"{label} returned {output} of shape {tuple(value_T.shape)}, expected [T] = ({inputs.n_tokens},): one "
             "value for each response token",
-            keys=(KEY,),
+            keys=(key,),
             output=output,
         )
     if value_T.is_complex():
         what = f"{label} returned {output} of dtype {value_T.dtype}, expected real numbers"
-        raise CustomLossError(what, keys=(KEY,), output=output)
+        raise CustomLossError(what, keys=(key,), output=output)
     invalid_T = ~value_T.detach().isfinite() & inputs.has_teacher_T
     if invalid_T.any():
         token = int(invalid_T.nonzero()[0])
@@ -247,7 +263,7 @@ def _check_tensor(value_T: Any, output: str, label: str, inputs: LossInputs, uid
             f"{label} returned {output} with {value_T[token].item()} at token {token} of {inputs.n_tokens} (position "
             f"{int(inputs.positions_T[token])} of response {int(inputs.sequence_T[token])} in the micro-batch), "
             f"expected finite numbers; {int(invalid_T.sum())} tokens{samples} are affected",
-            keys=(KEY,),
+            keys=(key,),
             output=output,
             uids=uids,
         )

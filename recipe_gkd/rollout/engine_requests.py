@@ -89,7 +89,7 @@ def add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dict
     """Add a prompt to an engine.
 
     Args:
-        params: Keyword arguments of vLLM's ``SamplingParams``, with ``logprobs``.
+        params: Keyword arguments of vLLM's ``SamplingParams``.
         max_len: Maximum length of a sequence, in tokens.
 
     Raises:
@@ -106,7 +106,7 @@ def add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dict
             uids=(prompt.uid,),
         )
     sampling = SamplingParams(
-        **params,
+        **{"logprobs": 0, **params},  # the sampled token's is always returned
         detokenize=False,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -30,6 +30,37 @@ def response_weighted_kl(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(loss_T=loss_T, metrics={"response_kl": total_R[inputs.sequence_T]})
 
 
+def share_of_response(inputs: LossInputs) -> torch.Tensor:
+    """Return weights that rise from the first token of a response to 1 at its last one."""
+    n_responses = int(inputs.sequence_T.max()) + 1
+    lengths_R = torch.bincount(inputs.sequence_T, minlength=n_responses)
+    return (1 + inputs.positions_T) / lengths_R[inputs.sequence_T]
+
+
+def weighted_forward_kl(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss_T=forward_kl(inputs).loss_T * share_of_response(inputs))
+
+
+def negative_weights(inputs: LossInputs) -> torch.Tensor:
+    return share_of_response(inputs) - 0.5
+
+
+def infinite_weights(inputs: LossInputs) -> torch.Tensor:
+    return 1 / inputs.positions_T
+
+
+def one_weight(inputs: LossInputs) -> torch.Tensor:
+    return torch.ones(())
+
+
+def weights_that_raise(inputs: LossInputs) -> torch.Tensor:
+    raise KeyError(inputs.n_tokens)
+
+
+def infinite_weights_of_references(inputs: LossInputs) -> torch.Tensor:
+    return torch.where(inputs.is_reference_T, torch.inf, 1.0)
+
+
 def no_outputs(inputs: LossInputs) -> torch.Tensor:
     return forward_kl(inputs).loss_T
 

@@ -22,6 +22,7 @@ from recipe_gkd.losses.custom import LossInputs, load_custom_loss
 from recipe_gkd.losses.distributions import BucketedDistributions, bucketed_distributions
 from recipe_gkd.losses.divergences import reverse_kl
 from recipe_gkd.losses.logits_query import StudentLogStats
+from recipe_gkd.losses.position_weights import load_position_weights
 from recipe_gkd.losses.registry import get_divergence, get_sampled_token_loss
 from recipe_gkd.losses.sampled_token import importance_weights
 
@@ -80,6 +81,19 @@ class DistillationTerm:
             return DistillationLoss(loss_T=self._sampled_token_loss(inputs))
         return DistillationLoss(loss_T=self._divergence_loss(inputs))
 
+    def position_weights(self, inputs: DistillationInputs) -> Tensor | None:
+        """Return the weight of each token from the user's function, [T]. None without ``gkd.position_weights``.
+
+        Raises:
+            CustomLossError: A weight is invalid.
+        """
+        if self.gkd.position_weights is None or uses_custom_loss(self.gkd):
+            return None
+        values, uids_T, own_T = self._of_whole_responses(inputs)
+        if not values.n_tokens:
+            return torch.ones_like(inputs.stats.sampled_logp_T)
+        return load_position_weights(self.gkd.position_weights)(values, uids_T=uids_T)[own_T]
+
     def _divergence_loss(self, inputs: DistillationInputs) -> Tensor:
         buckets, stats = inputs.buckets, inputs.stats
         if self.gkd.tail != "bucket":
@@ -104,16 +118,24 @@ class DistillationTerm:
         path, name = self.gkd.custom_loss.path, self.gkd.custom_loss.name
         assert path is not None and name is not None  # validated with the configuration
         loss = load_custom_loss(path, name)
-        logp_T, values, uids_T = inputs.stats.sampled_logp_T, loss_inputs(inputs), inputs.batch.uids_T
-        own_T: Tensor | slice = slice(None)
-        if self.cp_group is not None:  # a custom loss may combine the tokens of a response
-            tokens = ContextTokens.of(values.sequence_T, values.positions_T, self.cp_group)
-            values, uids_T, own_T = _gather_inputs(values, tokens), tokens.gather(uids_T), tokens.own_T
+        logp_T, (values, uids_T, own_T) = inputs.stats.sampled_logp_T, self._of_whole_responses(inputs)
         if not values.n_tokens:  # an empty micro-batch fills up the schedule; user code need not support it
             return DistillationLoss(loss_T=logp_T, metrics=dict.fromkeys(loss.metric_names, logp_T))
         outputs = loss(values, uids_T=uids_T)
         metrics = {name: value_T[own_T] for name, value_T in outputs.metrics.items()}
         return DistillationLoss(loss_T=outputs.loss_T[own_T].to(logp_T.dtype), metrics=metrics)
+
+    def _of_whole_responses(self, inputs: DistillationInputs) -> tuple[LossInputs, Tensor, Tensor | slice]:
+        """Return the inputs of a user's function, which may combine the tokens of a response. Collective.
+
+        Returns:
+            Inputs of the tokens of all context ranks, the uids of their samples, and the tokens of this rank.
+        """
+        values, uids_T = loss_inputs(inputs), inputs.batch.uids_T
+        if self.cp_group is None:
+            return values, uids_T, slice(None)
+        tokens = ContextTokens.of(values.sequence_T, values.positions_T, self.cp_group)
+        return _gather_inputs(values, tokens), tokens.gather(uids_T), tokens.own_T
 
 
 def _gather_inputs(values: LossInputs, tokens: ContextTokens) -> LossInputs:

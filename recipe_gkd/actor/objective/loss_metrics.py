@@ -19,12 +19,14 @@ from torch import Tensor
 
 from recipe_gkd.actor.batch.device_batch import DeviceBatch
 from recipe_gkd.actor.batch.position_buckets import POSITION_BUCKETS
+from recipe_gkd.config.conditions import uses_custom_loss
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses.custom import load_custom_loss
 from recipe_gkd.losses.diagnostics import entropy
 from recipe_gkd.losses.distributions import BucketedDistributions
 from recipe_gkd.losses.logits_query import StudentLogStats
+from recipe_gkd.losses.position_weights import load_position_weights
 from recipe_gkd.losses.rollout_mismatch import RolloutMismatch
 
 MAXIMA = ("actor/rollout_probs_diff_max",)
@@ -32,6 +34,9 @@ MAXIMA = ("actor/rollout_probs_diff_max",)
 OVERLAP = ("actor/topk_overlap", "n_overlap")
 """Numerator and denominator of the only mean over a selection of rows. The objective computes it first, because the
 gradient overwrites the logits."""
+
+POSITION_WEIGHT = "position_weight"
+"""Name of the weights of ``gkd.position_weights`` among the losses of a micro-batch."""
 
 # Metrics of an update that are no means.
 OTHER_METRICS = (
@@ -57,7 +62,8 @@ class TokenValues:
         buckets: Student and teacher on the support and the tail.
         mismatch: Difference between the rollout engine and the trainer.
         losses: Loss of each token by term, [T]: ``total``, ``kl`` (the distillation loss without weight), ``distill``,
-            ``pg``, ``sft`` (weighted), ``clipped`` (bool), and ``custom/<name>`` of a custom loss.
+            ``pg``, ``sft`` (weighted), ``clipped`` (bool), ``custom/<name>`` of a custom loss, and
+            :data:`POSITION_WEIGHT`.
     """
 
     batch: DeviceBatch
@@ -138,6 +144,9 @@ def token_means(gkd: GkdConfig, teachers: Sequence[str]) -> list[TokenMean]:
     """
     found = [*_MEANS, _above_cap(gkd.importance_cap)]
     found += [_clipped(gkd.token_clip)] if gkd.token_clip is not None else []
+    if gkd.position_weights is not None and not uses_custom_loss(gkd):
+        load_position_weights(gkd.position_weights)  # a file that this node lacks fails here
+        found.append(TokenMean("actor/position_weight", SCORED, lambda values: values.losses[POSITION_WEIGHT]))
     found += [*_POLICY_MEANS] if gkd.use_rl_loss else []
     found += [*_REFERENCE_MEANS] if gkd.sft_share else []
     found += [_kl_of_teacher(number, name) for number, name in enumerate(teachers)]

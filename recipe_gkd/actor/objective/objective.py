@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from recipe_gkd.actor.batch.device_batch import DeviceBatch
 from recipe_gkd.actor.objective.distillation import DistillationInputs, DistillationTerm
-from recipe_gkd.actor.objective.loss_metrics import OVERLAP, TokenValues, sum_tokens, token_means
+from recipe_gkd.actor.objective.loss_metrics import OVERLAP, POSITION_WEIGHT, TokenValues, sum_tokens, token_means
 from recipe_gkd.config.conditions import uses_custom_loss
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.diagnostics import topk_overlap
@@ -79,6 +79,8 @@ class Objective:
 
         distill = self._distill(inputs)
         losses = {"kl": distill.loss_T, "distill": batch.weights["distill"] * distill.loss_T}
+        if (position_T := self._distill.position_weights(inputs)) is not None:
+            losses |= {POSITION_WEIGHT: position_T, "distill": losses["distill"] * position_T}
         losses |= {f"custom/{name}": value_T for name, value_T in distill.metrics.items()}
         loss_T = gkd.distill_loss_coef * losses["distill"]
         if gkd.use_rl_loss:

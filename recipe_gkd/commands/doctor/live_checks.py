@@ -100,6 +100,7 @@ def live_config(config: Config, folder: Path) -> Config:
         use_rl_loss=False,
         sft_share=0.0,
         custom_loss=replace(config.gkd.custom_loss, path=None, name=None),
+        position_weights=None,
     )
     rollout = replace(settings.rollout, max_model_len=length, n=1, temperature=1.0, top_p=1.0, top_k=-1)
     profile = replace(config.trainer.profile, steps=[])

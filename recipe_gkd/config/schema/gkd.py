@@ -7,9 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator
 from pydantic.dataclasses import dataclass
 
-from recipe_gkd.config.choices import OneOf, absolute_path, importance_modes, kernel_backends, loss_names, tail_modes
+from recipe_gkd.config.choices import (
+    OneOf,
+    absolute_path,
+    absolute_source,
+    importance_modes,
+    kernel_backends,
+    loss_names,
+    tail_modes,
+)
 from recipe_gkd.config.limits import MAX_COEFFICIENT, MAX_INT32
-from recipe_gkd.config.schema.fields import STRICT, UserPath, key
+from recipe_gkd.config.schema.fields import STRICT, SourcePath, UserPath, key
 from recipe_gkd.config.schema.unused import (
     CUSTOM_LOSS,
     NO_POLICY_LOSS,
@@ -91,6 +99,11 @@ class GkdConfig:
         unused=[NO_TEACHER, CUSTOM_LOSS, SAMPLED_TOKEN_LOSS],
         gt=0,
         le=MAX_COEFFICIENT,
+    )
+    position_weights: Annotated[SourcePath | None, AfterValidator(absolute_source)] = key(
+        "Weight of each response token in the distillation loss, from a function of your own, `FILE.py:function`: "
+        "`LossInputs` of `recipe_gkd.losses` -> weights [T] of at least 0, without gradient. null: 1.",
+        unused=[NO_TEACHER, CUSTOM_LOSS],
     )
     beta: float = key(
         "Weight of the teacher in the mixture of `jsd`. Near 0 the loss is about `beta` times forward KL, near 1 about "

@@ -203,6 +203,21 @@ def test_custom_loss_with_context_ranks_has_whole_responses(
     assert_weights(got[0][2], {name: tensor.double() for name, tensor in want[2].items()})
 
 
+def test_position_weights_with_context_ranks_have_whole_responses(pool: WorkerPool, folders: dict[str, Path]) -> None:
+    weights = [
+        f"gkd.position_weights={custom_losses.__file__}:share_of_response",
+        BY_SAMPLES,
+        f"{ACTOR}.micro_batch_size=3",
+    ]
+    batches = [make_batch(0), without_empty(make_batch(1))[:1], []]
+    [want] = pool.run(1, jobs.train, make_config(folders["qwen2"], *weights), batches)
+    got = pool.run(2, jobs.train, make_config(folders["qwen2"], *weights, CP2, ranks=2), batches)
+    names = ("actor/loss", "actor/kl_loss", "actor/position_weight", "actor/grad_norm", "actor/n_tokens")
+    assert 0 < want[1][0]["actor/position_weight"] < 1
+    assert_metrics(got[0][1], [{name: one[name] for name in names if name in one} for one in want[1]])
+    assert_weights(got[0][2], {name: tensor.double() for name, tensor in want[2].items()})
+
+
 def test_kl_of_each_teacher_is_over_its_own_tokens(pool: WorkerPool, folders: dict[str, Path]) -> None:
     teachers = [f"actor_rollout_ref.teacher.teachers.{name}=host:1" for name in ("math", "code", "idle")]
     config = make_config(folders["qwen2"], *teachers, "actor_rollout_ref.teacher.route_key=teacher")

@@ -93,6 +93,7 @@ VALUES = {
     f"{TEACHER}.auth_dir": "keys",
     "gkd.max_loss_position": "8",
     "gkd.token_clip": "2.0",
+    "gkd.position_weights": f"{custom_losses.__file__}:share_of_response",
     "custom_reward_function.path": "reward.py",
     "custom_reward_function.kwargs": "{scale: 2}",
     "custom_reward_function.on_failure": "skip",
