@@ -1,6 +1,7 @@
 """vLLM as a scorer: prompt log-probabilities, kept as tensors, of sequences that are never continued.
 
-Of this package, only this module and `vllm_internals` import vLLM; `vllm_queue` uses its engine. With `vllm_setup` and
+Of this package, only this module, `vllm_internals`, `vllm_requests` and `vllm_prompt_rows` import vLLM; `vllm_queue`
+uses its engine. With `vllm_setup` and
 `vllm_worker` of `teacher.common` they depend on these internals of vLLM:
 
 - one replaced method (`vllm_internals.keep_prompt_logprobs_as_tensors`);
@@ -59,8 +60,9 @@ from teacher.engines.vllm_internals import (
     replace_prompt_rows,
 )
 from teacher.engines.vllm_memory import TeacherCalls
-from teacher.engines.vllm_prompt_rows import PROMPT_LEN, SUPPORT_IDS, share_prompts
+from teacher.engines.vllm_prompt_rows import share_prompts
 from teacher.engines.vllm_queue import SequenceQueue
+from teacher.engines.vllm_requests import sampling_params, scores_of
 from teacher.engines.vllm_sleep import SleepMode
 from teacher.errors import TeacherError, TeacherRequestError, TeacherSetupError
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherSequence
@@ -236,7 +238,7 @@ class VllmEngine:
         for output in outputs:
             key = int(output.request_id)
             if output.finished and (sequence := self._queue.complete(key)) is not None:
-                done.append((key, self._scored(sequence, output)))
+                done.append((key, scores_of(sequence, output, self._k)))
         return done
 
     def _step_engine(self) -> list[Any]:
@@ -302,10 +304,10 @@ class VllmEngine:
     def _check_support_ids(self, scored: ScoredSequence) -> None:
         """Score the probe at the ids of its top k, beside the top k and instead of it."""
         for with_top_k in (True, False):
-            support = self._score_probe(support_ids_TJ=scored.topk_ids_TK, with_top_k=with_top_k).support_logps_TJ
-            assert support is not None, "the engine has checked the shapes"
-            found = ScoredSequence(support, scored.topk_ids_TK, scored.sampled_logps_T)
-            check_unchanged(scored, found, _SHARED_TOLERANCE)
+            found = self._score_probe(support_ids_TJ=scored.topk_ids_TK, with_top_k=with_top_k)
+            assert found.support_logps_TJ is not None, "the shapes are checked"
+            at_support = ScoredSequence(found.support_logps_TJ, scored.topk_ids_TK, found.sampled_logps_T)
+            check_unchanged(scored, at_support, _SHARED_TOLERANCE)
 
     def _check_shared_prompt(self) -> None:
         """Score a sequence again, when its prompt is in the prefix cache. If the scores differ, use no cache."""
@@ -326,64 +328,7 @@ class VllmEngine:
             )
 
     def _sampling_params(self, sequence: TeacherSequence) -> Any:
-        """Return vLLM's `SamplingParams` of a sequence."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        extra_args: dict[str, Any] = {PROMPT_LEN: sequence.prompt_len}
-        scored: dict[str, Any] = {"prompt_logprobs": self._k if sequence.with_top_k else 0}
-        if sequence.support_ids_TJ is not None and self._runner == "cuda_v2":
-            scored["prompt_logprob_start"] = sequence.prompt_len - 1
-            scored["prompt_logprob_token_ids"] = sequence.support_ids_TJ
-            if not sequence.with_top_k:  # vLLM computes the logits once instead of twice
-                sampled_T1 = sequence.token_ids[sequence.prompt_len :, None]
-                scored["prompt_logprob_token_ids"] = np.concatenate([sequence.support_ids_TJ, sampled_T1], axis=1)
-                scored["prompt_logprobs"] = None
-        elif sequence.support_ids_TJ is not None:
-            extra_args[SUPPORT_IDS] = sequence.support_ids_TJ
-        return SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_reading_prefix_cache=not self._shares_prompts,
-            extra_args=extra_args,
-            **scored,
-        )
-
-    def _scored(self, sequence: TeacherSequence, output: Any) -> ScoredSequence:
-        """Return the scores of a finished output."""
-        k = self._k if sequence.with_top_k else 0
-        if output.prompt_logprobs is None:  # V2 with support ids alone: the last column is the token of the sequence
-            columns = output.prompt_token_id_logprobs
-            return _checked(
-                sequence,
-                k,
-                ScoredSequence(
-                    np.empty((len(columns), 0), np.float32),
-                    np.empty((len(columns), 0), np.int32),
-                    np.ascontiguousarray(columns[:, -1], dtype=np.float32),
-                    np.ascontiguousarray(columns[:, :-1], dtype=np.float32),
-                ),
-            )
-        logps, ids = output.prompt_logprobs.logprobs.numpy(), output.prompt_logprobs.logprob_token_ids.numpy()
-        # Rows of the prompt are at the beginning. V1 does not compute them, V2 omits those of cached tokens.
-        first, support_TJ = max(0, len(logps) - sequence.n_scored), output.prompt_token_id_logprobs
-        if sequence.n_support and support_TJ is None:
-            support_TJ = logps[first:, 1 + k :]
-        if not np.array_equal(ids[first:, 0], sequence.token_ids[sequence.prompt_len :]):
-            raise RuntimeError(f"vLLM returned prompt logprobs {logps.shape} that do not belong to the response tokens")
-        # Copies: a view would keep the prompt's rows in memory, and the wire format needs contiguous arrays.
-        return _checked(
-            sequence,
-            k,
-            ScoredSequence(
-                np.ascontiguousarray(logps[first:, 1 : 1 + k], dtype=np.float32),
-                np.ascontiguousarray(ids[first:, 1 : 1 + k], dtype=np.int32),
-                np.ascontiguousarray(logps[first:, 0], dtype=np.float32),
-                None if support_TJ is None else np.array(support_TJ, np.float32),
-            ),
-        )
+        return sampling_params(sequence, self._k, self._runner, shares_prompts=self._shares_prompts)
 
     def _check_excluded_ids(self) -> None:
         check_padding(self._score_probe_with(LogitSettings(n_ids=self._k)), self._k)
@@ -428,20 +373,6 @@ def _dtypes(model_config: Any, stored: str) -> str:
     others = {"logits": head_dtype, "checkpoint": stored or dtype}
     differing = [f"{name} {other}" for name, other in others.items() if other != dtype]
     return f"{dtype} ({', '.join(differing)})" if differing else dtype
-
-
-def _checked(sequence: TeacherSequence, k: int, scored: ScoredSequence) -> ScoredSequence:
-    """Return scores of the expected shapes.
-
-    Raises:
-        RuntimeError: A shape is wrong.
-    """
-    n_scored, support_TJ = sequence.n_scored, scored.support_logps_TJ
-    shapes = [scored.topk_logps_TK.shape, scored.topk_ids_TK.shape, scored.sampled_logps_T.shape]
-    shapes.append((n_scored, 0) if support_TJ is None else support_TJ.shape)
-    if shapes != [(n_scored, k), (n_scored, k), (n_scored,), (n_scored, sequence.n_support)]:
-        raise RuntimeError(f"vLLM returned prompt logprobs of shapes {shapes} for {n_scored} response tokens")
-    return scored
 
 
 def _keep_store_in_own_folder() -> tempfile.TemporaryDirectory[str]:

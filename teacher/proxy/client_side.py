@@ -108,7 +108,7 @@ class ClientSide:
             self.reply_error(key, asleep_error())
             return
         try:
-            self._dispatcher.add_job(key, frames, message.n_tokens, now + message.timeout_s, now, message.n_ids)
+            self._dispatcher.add_job(key, frames, message.n_tokens, message.n_ids, now + message.timeout_s, now)
         except QueueFull as full:
             self._tracker.count(retried_later=1)
             self._retry_later(key, str(full))

@@ -158,30 +158,15 @@ class Dispatcher:
     # --- requests ---
 
     def add_job(
-        self,
-        key: RequestKey,
-        frames: list[Frame],
-        n_tokens: int,
-        deadline: float,
-        now: float,
-        n_ids: int | None = None,
+        self, key: RequestKey, frames: list[Frame], n_tokens: int, n_ids: int, deadline: float, now: float
     ) -> None:
         """Queue a request. A copy of an open request is ignored.
-
-        Args:
-            key: Client, and its id of the request.
-            frames: Message as received.
-            n_tokens: Tokens of its sequences.
-            deadline: Time at which it expires.
-            now: Present time.
-            n_ids: Ids in its arrays; None for its tokens alone.
 
         Raises:
             QueueFull: The queue has no room for it.
         """
         if key in self._open:
             return
-        n_ids = n_tokens if n_ids is None else n_ids
         self.limits.ensure_room(self.queue, key.client, n_ids)
         job = Job(next(self._job_ids), key, frames, n_tokens, n_ids, deadline, arrived_at=now)
         self._open.add(job)

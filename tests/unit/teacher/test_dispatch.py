@@ -30,7 +30,7 @@ def make_worker(number: int, capacity_tokens: int = 100) -> RegisteredWorker:
 
 def add_jobs(dispatcher: Dispatcher, client: bytes, *sizes: int, first_id: int = 0, deadline: float = 1e9) -> None:
     for number, n_tokens in enumerate(sizes, first_id):
-        dispatcher.add_job(RequestKey(client, number), [], n_tokens, deadline, now=0.0)
+        dispatcher.add_job(RequestKey(client, number), [], n_tokens, n_tokens, deadline, now=0.0)
 
 
 def assign_all(dispatcher: Dispatcher) -> list[tuple[str, bytes, int]]:
@@ -202,7 +202,7 @@ class TestAdmission:
     def test_support_ids_count_as_memory_and_not_as_work(self) -> None:
         dispatcher = make_dispatcher(max_queue_tokens=100)
         for number in range(2):
-            dispatcher.add_job(RequestKey(ANN, number), [], 10, 1e9, now=0.0, n_ids=50)
+            dispatcher.add_job(RequestKey(ANN, number), [], 10, 50, 1e9, now=0.0)
         with pytest.raises(QueueFull) as full:
             add_jobs(dispatcher, ANN, 1, first_id=2)
         assert full.value.n_ids == 100
@@ -296,9 +296,8 @@ class TestOpenJobs:
             now += 1.0
             match rng.integers(7):
                 case 0 | 1:
-                    dispatcher.add_job(
-                        RequestKey(rng.choice([ANN, BOB]), n_requests), [], int(rng.integers(1, 60)), now + 50, now
-                    )
+                    key, n_tokens, n_support = RequestKey(rng.choice([ANN, BOB]), n_requests), *rng.integers(1, 60, 2)
+                    dispatcher.add_job(key, [], int(n_tokens), int(n_tokens + n_support), now + 50, now)
                     n_requests += 1
                 case 2:
                     assign_all(dispatcher)
@@ -323,7 +322,7 @@ class TestOpenJobs:
             end(*(job.key for job, _ in dispatcher.expire(now)))
             waiting = [job.key for job in dispatcher.queue]
             assert dispatcher.queue.n_jobs == len(waiting)
-            assert dispatcher.queue.n_ids == sum(job.n_tokens for job in dispatcher.queue)
+            assert dispatcher.queue.n_ids == sum(job.n_ids for job in dispatcher.queue)
             for at in dispatcher.workers.values():
                 assert at.load_tokens == sum(job.n_tokens for job in at.in_flight.values())
         end(*(job.key for job, _ in dispatcher.expire(now + 100)))
