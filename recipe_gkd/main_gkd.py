@@ -165,8 +165,8 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
     routes = read_routes(data_set, config)
     with open_teachers(config, routes) as teachers, ExitStack() as opened:
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
-        with waiting_for("start, check the teachers", None, ", ".join(teachers.clients)):
-            stop_token_ids = check_teachers(teachers.clients, student, config)
+        with waiting_for("start, check the teachers", None, ", ".join(teachers.sources)):
+            stop_token_ids = check_teachers(teachers.sources, student, config)
         config = with_worker_count(config, teachers.clients)
         with waiting_for("start, tokenize the data", None, "the tokenizer"):
             data = read_prompts(config, data_set, student, stop_token_ids)
@@ -211,6 +211,7 @@ def _plan_training(config: Config, data: PromptData, student: Student, stop_toke
         epochs=config.trainer.total_epochs,
         max_steps=config.trainer.total_training_steps,
         sft_share=config.gkd.sft_share,
+        warmup_steps=config.gkd.warmup_steps,
     )
     fresh = Progress(
         step=0,

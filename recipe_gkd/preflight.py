@@ -16,7 +16,13 @@ from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_con
 from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.actor.student_dims import load_hf_config
 from recipe_gkd.config import Config
-from recipe_gkd.config.conditions import runs_validation, uses_custom_loss, uses_sampled_token_loss
+from recipe_gkd.config.conditions import (
+    has_position_weights,
+    runs_validation,
+    trains_on_references,
+    uses_custom_loss,
+    uses_sampled_token_loss,
+)
 from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.objective import max_scored_tokens
 from recipe_gkd.config.prompt_settings import prompt_settings
@@ -24,11 +30,13 @@ from recipe_gkd.config.support import Support
 from recipe_gkd.config.teachers import names
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
+from recipe_gkd.data.weights import read_weights
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.model_files import Student, check_tied_output_layer, check_weight_files, find_model, load_tokenizer
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
 from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, scores_any_sequence, timeout_error
+from recipe_gkd.teachers.cache.setup import open_cache
 from recipe_gkd.teachers.prompts import make_teacher_prompts
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.scoring.checks import check_scores
@@ -215,12 +223,13 @@ def check_stop_ids(config: Config, student: Student, teacher_ids: Collection[int
         f"the tokenizer of {student.path} ends a text with {student.tokenizer.eos_token!r} (id {eos_id}), but sampled "
         f"responses end at {sorted(usable)}"
     )
-    if config.gkd.sft_share > 0:
+    if trains_on_references(config.gkd):
+        source = "gkd.sft_share" if config.gkd.sft_share else "gkd.warmup_steps"
         raise ConfigError(
-            f"{mismatch}: gkd.sft_share={config.gkd.sft_share:g} would train on reference responses that end with an "
+            f"{mismatch}: {source} above 0 would train on reference responses that end with an "
             "id at which generation continues",
             remedy=f"set eos_token_id {remedy} to [{listed}], or correct eos_token in its tokenizer_config.json",
-            keys=("gkd.sft_share",),
+            keys=(source,),
         )
     log.warning("%s; if %d also ends a turn, set eos_token_id %s to [%s]", mismatch, eos_id, remedy, listed)
     return usable
@@ -238,19 +247,33 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
     if n_ids := check_vocabulary(label, info, student, config.actor_rollout_ref.teacher.vocabulary):
         client.restrict_ids(n_ids)
     _check_limits(name, label, info, student, config)
-    # Some engines score at temperature 1 only, or their own top k, and refuse this request. A recording has checked it.
-    temperature, sequence = config.gkd.distill_temperature, two_tokens(config)
-    if (temperature != 1 or sequence.n_support) and scores_any_sequence(client):
-        timeout_s = config.actor_rollout_ref.teacher.timeout_s
-        if config.actor_rollout_ref.teacher.sleep_between_batches and isinstance(client, TeacherClient):
-            client.wake(timeout_s)  # a run that was killed has left it asleep
-        request = client.submit([sequence], timeout_s, temperature=temperature)
-        wait([request], timeout_s + RESULT_MARGIN_S)
-        if not request.done():
-            request.cancel()
-            raise timeout_error(name, timeout_s)
-        check_scores(name, [sequence], request.result())
+    if scores_any_sequence(client):  # a recording has been checked
+        _try_requests(name, client, config)
     return info
+
+
+def _try_requests(name: str, client: TeacherBackend, config: Config) -> None:
+    """Send the requests that some engines refuse, which score at temperature 1 only, or their own top k only.
+
+    The teacher is also compared with the one whose scores ``teacher.cache_dir`` has.
+    """
+    temperature, trial, cache = config.gkd.distill_temperature, two_tokens(config), open_cache(config, client)
+    sequences = [trial] if temperature != 1 or trial.n_support else []
+    sequences += [cache.probe] if cache is not None else []
+    if not sequences:
+        return
+    timeout_s = config.actor_rollout_ref.teacher.timeout_s
+    if config.actor_rollout_ref.teacher.sleep_between_batches and isinstance(client, TeacherClient):
+        client.wake(timeout_s)  # a run that was killed has left it asleep
+    request = client.submit(sequences, timeout_s, temperature=temperature)
+    wait([request], timeout_s + RESULT_MARGIN_S)
+    if not request.done():
+        request.cancel()
+        raise timeout_error(name, timeout_s)
+    scored = request.result()
+    check_scores(name, sequences, scored)
+    if cache is not None:
+        cache.verify(scored[-1])
 
 
 def two_tokens(config: Config) -> TeacherSequence:
@@ -266,7 +289,7 @@ def two_tokens(config: Config) -> TeacherSequence:
 
 
 def read_prompts(config: Config, data_set: DataSet, student: Student, stop_token_ids: Sequence[int]) -> PromptData:
-    """Tokenize the prompts of a run, and the reference responses if it trains on them.
+    """Tokenize the prompts of a run, and the reference responses if it trains on them. Read the weights of tokens.
 
     Args:
         stop_token_ids: Ids at which the teachers end a turn.
@@ -275,8 +298,11 @@ def read_prompts(config: Config, data_set: DataSet, student: Student, stop_token
         DataError: A row cannot be used.
     """
     ends = check_stop_ids(config, student, stop_token_ids)
-    with_references = config.gkd.sft_share > 0
-    return PromptData(data_set, config.data, student.tokenizer, with_references=with_references, stop_token_ids=ends)
+    with_references = trains_on_references(config.gkd)
+    data = PromptData(data_set, config.data, student.tokenizer, with_references=with_references, stop_token_ids=ends)
+    if has_position_weights(config.gkd) and config.gkd.position_weights_key is not None:
+        data.set_weights(read_weights(data_set, data.rows, config.gkd.position_weights_key))
+    return data
 
 
 def read_teacher_prompts(

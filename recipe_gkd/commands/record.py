@@ -110,8 +110,11 @@ def _for_references(config: Config) -> Config:
             keys=(f"{TEACHER}.on_failure",),
             remedy="set it to wait or fail; the same command continues",
         )
-    gkd = replace(config.gkd, sft_share=1.0, sft_target="teacher", enable_teacher=True, max_loss_position=None)
-    return replace(config, gkd=gkd)
+    gkd = replace(
+        config.gkd, sft_share=1.0, warmup_steps=0, sft_target="teacher", enable_teacher=True, max_loss_position=None
+    )
+    live = replace(config.actor_rollout_ref, teacher=replace(teacher, path=None))  # not what an earlier recording has
+    return replace(config, gkd=gkd, actor_rollout_ref=live)
 
 
 def record(config: Config, folder: Path, dtype: str, rows_per_file: int) -> None:

@@ -19,9 +19,26 @@ def uses_teacher(gkd: GkdConfig) -> bool:
     return gkd.distill_loss_coef > 0 and not (gkd.sft_share == 1 and gkd.sft_target == "data")
 
 
+def trains_on_references(gkd: GkdConfig) -> bool:
+    """Return True if some steps of a run train on the reference responses of the data."""
+    return gkd.sft_share > 0 or gkd.warmup_steps > 0
+
+
+def has_recorded_references(config: Config) -> bool:
+    """Return True if a recording has the scores of the reference responses, and a teacher scores the others."""
+    gkd, teacher = config.gkd, config.actor_rollout_ref.teacher
+    scores_references = trains_on_references(gkd) and gkd.sft_target == "teacher" and uses_teacher(gkd)
+    return teacher.path is not None and teacher.backend != "recorded" and scores_references
+
+
 def uses_custom_loss(gkd: GkdConfig) -> bool:
     """Return True if a user's function replaces ``gkd.distill_loss_type``."""
     return gkd.custom_loss.path is not None
+
+
+def has_position_weights(gkd: GkdConfig) -> bool:
+    """Return True if response tokens have weights in the distillation loss, from a column or a function."""
+    return not uses_custom_loss(gkd) and (gkd.position_weights is not None or gkd.position_weights_key is not None)
 
 
 def uses_sampled_token_loss(gkd: GkdConfig) -> bool:

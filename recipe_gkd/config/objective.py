@@ -7,6 +7,7 @@ from typing import Any
 
 from recipe_gkd.config.conditions import (
     has_reward,
+    trains_on_references,
     uses_custom_loss,
     uses_group_baseline,
     uses_sampled_token_loss,
@@ -69,8 +70,9 @@ def check_custom_loss(config: Config) -> None:
 
 def _without_gradient(config: Config) -> Iterator[ConfigError]:
     gkd = config.gkd
-    has_sampled, has_sft = gkd.sft_share < 1, gkd.sft_share > 0 and gkd.sft_target == "data"
-    has_distillation = uses_teacher(gkd) and (has_sampled or not has_sft)
+    has_sampled, is_sft = gkd.sft_share < 1, gkd.sft_target == "data"
+    has_references, has_sft = trains_on_references(gkd), gkd.sft_share > 0 and is_sft
+    has_distillation = uses_teacher(gkd) and (has_sampled or not is_sft)
     if gkd.use_rl_loss and not has_sampled:
         yield ConfigError(
             "gkd.use_rl_loss=true needs sampled responses, but gkd.sft_share=1 replaces all of them",
@@ -83,18 +85,19 @@ def _without_gradient(config: Config) -> Iterator[ConfigError]:
             remedy="raise the coefficient, or set gkd.use_rl_loss=false",
             keys=("gkd.use_rl_loss", "gkd.rl_loss_coef"),
         )
-    if has_sft and not gkd.sft_loss_coef:
+    source = "gkd.sft_share" if gkd.sft_share else "gkd.warmup_steps"
+    shown = f"gkd.sft_share={gkd.sft_share:g}" if gkd.sft_share else f"gkd.warmup_steps={gkd.warmup_steps}"
+    if has_references and is_sft and not gkd.sft_loss_coef:
         yield ConfigError(
-            f"gkd.sft_share={gkd.sft_share:g} with gkd.sft_loss_coef=0: the reference responses have no loss",
-            remedy="raise the coefficient, or set gkd.sft_share=0",
-            keys=("gkd.sft_share", "gkd.sft_loss_coef"),
+            f"{shown} with gkd.sft_loss_coef=0: the reference responses have no loss",
+            remedy=f"raise the coefficient, or set {source}=0",
+            keys=(source, "gkd.sft_loss_coef"),
         )
-    if gkd.sft_share and not has_sft and not (gkd.distill_loss_coef and uses_teacher(gkd)):
+    if has_references and not is_sft and not (gkd.distill_loss_coef and uses_teacher(gkd)):
         yield ConfigError(
-            f"gkd.sft_share={gkd.sft_share:g} gkd.sft_target=teacher with {_without_distillation(gkd)}: the reference "
-            "responses have no loss",
-            remedy="change this key, or set gkd.sft_share=0",
-            keys=("gkd.sft_share", "gkd.sft_target", _teacher_switch(gkd)),
+            f"{shown} gkd.sft_target=teacher with {_without_distillation(gkd)}: the reference responses have no loss",
+            remedy=f"change this key, or set {source}=0",
+            keys=(source, "gkd.sft_target", _teacher_switch(gkd)),
         )
     if not ((gkd.distill_loss_coef and has_distillation) or (gkd.use_rl_loss and gkd.rl_loss_coef) or has_sft):
         yield ConfigError(
@@ -162,7 +165,7 @@ def _sampled_tokens(config: Config) -> Iterator[ConfigError]:
             remedy="set it to expected",
             keys=("gkd.baseline", "gkd.custom_loss.path" if uses_custom_loss(gkd) else "gkd.distill_loss_type"),
         )
-    if is_sampled and gkd.sft_share and gkd.sft_target == "teacher":
+    if is_sampled and trains_on_references(gkd) and gkd.sft_target == "teacher":
         yield ConfigError(
             f"{kind} with gkd.sft_target=teacher: reference responses are not sampled from the student, so their "
             "tokens do not estimate its divergence",

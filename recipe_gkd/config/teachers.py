@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator
 from urllib.parse import urlsplit
 
 from recipe_gkd.config.backend_class import load_backend_class
+from recipe_gkd.config.conditions import has_recorded_references
 from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.prompt_settings import DEFAULT
 from recipe_gkd.config.prompt_template import template_problem
@@ -93,6 +94,12 @@ def teacher_problems(config: Config) -> Iterator[ConfigError]:
         yield from _http_problems(config)
     if teacher.backend == "recorded":
         yield from _recording_problems(config)
+    if has_recorded_references(config) and len(names(teacher)) > 1:
+        yield ConfigError(
+            f"{TEACHER}.path is the recording of one teacher, but {TEACHER}.teachers has {len(names(teacher))}",
+            remedy=f"set {TEACHER}.path=null, so that the teachers score the reference responses",
+            keys=(f"{TEACHER}.path", f"{TEACHER}.teachers"),
+        )
     yield from _template_problems(teacher)
     for name, entry in teacher.teachers.items():
         if not _NAME.fullmatch(name):

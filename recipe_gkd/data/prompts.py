@@ -3,8 +3,8 @@
 The prompts of a run are one stream of epochs. Each epoch is a permutation of the data set, drawn from ``data.seed`` and
 the number of the epoch. Batch ``i`` is the slice ``[i * B, (i + 1) * B)`` of the stream, also across epochs. Therefore
 each prompt is used exactly once per epoch, only the last batch of the run can be smaller, and the position is one
-number. The prompts that are trained on their reference response (``gkd.sft_share``) also follow from their positions in
-the stream.
+number. The prompts that are trained on their reference response (``gkd.sft_share``, ``gkd.warmup_steps``) follow from
+their positions in the stream and from the step.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class PromptData:
         self._end_ids = frozenset({*stop_token_ids, tokenizer.eos_token_id}) if with_references else frozenset()
         self.teacher_prompts_fingerprint = ""
         self._teacher_ids: Sequence[np.ndarray | None] | None = None
+        self._weights: Sequence[np.ndarray | None] | None = None
         self.reference_ids: list[np.ndarray] = []
         self.references_fingerprint = ""
         if with_references:
@@ -142,6 +143,10 @@ class PromptData:
         """
         self._teacher_ids, self.teacher_prompts_fingerprint = ids, fingerprint
 
+    def set_weights(self, weights: Sequence[np.ndarray | None]) -> None:
+        """Set the weights of the response tokens for each prompt; see :func:`recipe_gkd.data.weights.read_weights`."""
+        self._weights = weights
+
     def prompt(self, index: int, uid: int, *, with_reference: bool = False) -> Prompt:
         """Return prompt ``index`` of the data set as sample ``uid`` of the run."""
         reference_ids = self.reference_ids[index] if with_reference else None
@@ -152,6 +157,7 @@ class PromptData:
             row=self.rows[index],
             reference_ids=reference_ids,
             teacher_ids=teacher_ids,
+            weights=None if self._weights is None else self._weights[index],
         )
 
     def reference_response(self, prompt: Prompt, version: int) -> Response:
@@ -191,6 +197,7 @@ class PromptLoader:
         epochs: int,
         max_steps: int | None,
         sft_share: float = 0.0,
+        warmup_steps: int = 0,
     ) -> None:
         """Create a loader.
 
@@ -201,8 +208,10 @@ class PromptLoader:
             epochs: Number of epochs of the run if ``max_steps`` is None.
             max_steps: Number of optimizer steps of the run, over as many epochs as needed.
             sft_share: Share of the prompts that come once, with their reference response, instead of ``n`` times.
+            warmup_steps: Number of steps at the start of the run in which all prompts do.
         """
         self.data, self.config, self.n = data, config, n
+        self._warmup_steps = warmup_steps
         self._sft_share = Fraction(sft_share).limit_denominator(1_000_000)  # exact: 100 prompts at 0.29 are 29
         self.total_prompts = None if max_steps is not None else len(data) * epochs
         self.max_steps = max_steps
@@ -240,13 +249,13 @@ class PromptLoader:
         for step in range(first_step, self.last_step(position, first_step)):
             start = position + (step - first_step) * size
             stop = start + size if self.total_prompts is None else min(start + size, self.total_prompts)
-            prompts = [prompt for index in range(start, stop) for prompt in self._prompts_at(index)]
+            prompts = [prompt for index in range(start, stop) for prompt in self._prompts_at(index, step)]
             yield PromptBatch(step=step, epoch=stop / len(self.data), prompts=prompts)
 
-    def _prompts_at(self, stream_index: int) -> Iterator[Prompt]:
+    def _prompts_at(self, stream_index: int, step: int) -> Iterator[Prompt]:
         epoch, offset = divmod(stream_index, len(self.data))
         index, first_uid = int(self._order(epoch)[offset]), stream_index * self.n
-        if self._uses_reference(stream_index):
+        if step < self._warmup_steps or self._uses_reference(stream_index):
             yield self.data.prompt(index, first_uid, with_reference=True)
         else:
             yield from (self.data.prompt(index, first_uid + response) for response in range(self.n))

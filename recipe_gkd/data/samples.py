@@ -21,9 +21,11 @@ class Prompt:
         uid: Index of the sample in the run, starting at 0. The ``rollout.n`` samples of one prompt have different uids.
         ids: Token ids, int32 [P].
         row: Index of the data set's row, which contains the other columns.
-        reference_ids: Token ids of the reference response that is trained on (``gkd.sft_share``), int32 [T]. None if a
-            response is sampled.
+        reference_ids: Token ids of the reference response that is trained on (``gkd.sft_share``, ``gkd.warmup_steps``),
+            int32 [T]. None if a response is sampled.
         teacher_ids: Token ids of the prompt after which the teacher scores the response, int32 [P]. None: ``ids``.
+        weights: Weights of the first response tokens, of which the last is that of all later ones
+            (``gkd.position_weights_key``), float32 [N]. None: 1.
     """
 
     uid: int
@@ -31,6 +33,7 @@ class Prompt:
     row: int
     reference_ids: np.ndarray | None = None
     teacher_ids: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
     @property
     def ids_for_teacher(self) -> np.ndarray:
@@ -77,11 +80,13 @@ class TeacherTopK:
         logps_TK: Log-probabilities of the ids, float32 or float16 [T, K]; -inf for an unused entry.
         ids_TK: Token ids, distinct in a row, int32 [T, K]; -1 for an unused entry.
         sampled_logps_T: Log-probabilities of the response tokens, float32 [T].
+        is_cached: True if the scores are from ``teacher.cache_dir``.
     """
 
     logps_TK: np.ndarray
     ids_TK: np.ndarray
     sampled_logps_T: np.ndarray
+    is_cached: bool = False
 
     @property
     def n_bytes(self) -> int:
@@ -122,7 +127,8 @@ class TeacherTopK:
             rows: Number of response tokens T, at least the present one.
         """
         n_absent, k = rows - len(self.ids_TK), self.ids_TK.shape[1]
-        return TeacherTopK(
+        return replace(
+            self,
             logps_TK=np.concatenate([self.logps_TK, np.full((n_absent, k), -np.inf, self.logps_TK.dtype)]),
             ids_TK=np.concatenate([self.ids_TK, np.full((n_absent, k), -1, np.int32)]),
             sampled_logps_T=np.concatenate([self.sampled_logps_T, np.zeros(n_absent, np.float32)]),
@@ -143,6 +149,7 @@ class StoredTopK:
         home: Index of the node whose store has the block; see :class:`recipe_gkd.teachers.scoring.homes.Homes`.
         n_scored: Number of tokens that the teacher scored. They are the first of the response.
         sampled_logps_T: Log-probabilities of the response tokens, float32 [T].
+        is_cached: True if the scores are from ``teacher.cache_dir``.
     """
 
     block: Any
@@ -151,6 +158,7 @@ class StoredTopK:
     home: int
     n_scored: int
     sampled_logps_T: np.ndarray
+    is_cached: bool = False
 
     @property
     def is_scored_T(self) -> np.ndarray:

@@ -156,10 +156,11 @@ def tokenize_references(
         ModelError: The tokenizer has no EOS token.
     """
     key, limit = config.response_key, config.max_response_length
-    remedy = "set data.response_key to the column of the reference responses, or gkd.sft_share=0 to train without them"
+    without = "gkd.sft_share=0 gkd.warmup_steps=0"
+    remedy = f"set data.response_key to the column of the reference responses, or {without} to train without them"
     if not data_set.has_responses:
         raise DataError(
-            f"gkd.sft_share is above 0, but the data has no column data.response_key={key}; it has: "
+            f"gkd.sft_share or gkd.warmup_steps is above 0, but the data has no column data.response_key={key}, only: "
             f"{', '.join(data_set.columns)}",
             remedy=remedy,
             column=key,
@@ -168,7 +169,7 @@ def tokenize_references(
     if tokenizer.eos_token_id is None:
         raise ModelError(
             "the student's tokenizer has no end-of-sequence token, which reference responses end with",
-            remedy="set eos_token in its tokenizer_config.json, or gkd.sft_share=0",
+            remedy=f"set eos_token in its tokenizer_config.json, or {without}",
             names=("eos_token",),
         )
     for index in rows:

@@ -129,6 +129,17 @@ def timeout_error(name: str, timeout_s: float) -> TeacherTimeout:
     )
 
 
+def open_recording(config: Config) -> RecordedTeacher:
+    """Open the recording at ``teacher.path``.
+
+    Raises:
+        TeacherError: It cannot be used as configured.
+    """
+    teacher = config.actor_rollout_ref.teacher
+    assert teacher.path is not None, "validated with the configuration"
+    return RecordedTeacher(Path(teacher.path), top_k=teacher.top_k, temperature=config.gkd.distill_temperature)
+
+
 def open_backend(config: Config, name: str) -> TeacherBackend:
     """Create the backend of one teacher.
 
@@ -166,9 +177,7 @@ def open_backend(config: Config, name: str) -> TeacherBackend:
                 n_connections=teacher.n_connections or DEFAULT_CONNECTIONS,
             ).open()
         case "recorded":
-            assert teacher.path is not None, "validated with the configuration"
-            temperature = config.gkd.distill_temperature
-            return RecordedTeacher(Path(teacher.path), top_k=teacher.top_k, temperature=temperature)
+            return open_recording(config)
         case "hf":
             from recipe_gkd.teachers.hf_teacher import HfTeacher  # imports torch and transformers
 

@@ -84,6 +84,7 @@ class CustomBackend:
             ConfigError: The class cannot be used, or its constructor failed.
             TeacherError: The constructor raised it, or did not return within :data:`CREATE_TIMEOUT_S`.
         """
+        self.n_ids = 0
         self._label = f"{BACKEND}={spec}"
         backend_class = load_backend_class(spec)
         self._file = getattr(sys.modules.get(backend_class.__module__), "__file__", None)
@@ -159,6 +160,7 @@ class CustomBackend:
             )
         try:
             restrict(n_ids)
+            self.n_ids = n_ids
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's method can raise any exception
             raise self._as_teacher_error("restrict_ids", error)  # noqa: B904 - it sets the cause itself
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from recipe_gkd.config import Config
 from recipe_gkd.data.samples import TeacherTopK
 from recipe_gkd.runtime.wait_log import waiting
 from recipe_gkd.teachers.backends import TeacherBackend, result_within
+from recipe_gkd.teachers.cache.scores import ScoreCache
+from recipe_gkd.teachers.cache.setup import open_cache
 from recipe_gkd.teachers.scoring.checks import check_scores
 from recipe_gkd.teachers.scoring.requests import TeacherRequest
 from recipe_gkd.teachers.scoring.support import rows_of
@@ -19,22 +22,34 @@ class DirectRequests:
 
     Args:
         clients: Backend of each teacher, by name.
+        config: Configuration of the run, with the cache of scores. None: no cache.
     """
 
-    def __init__(self, clients: Mapping[str, TeacherBackend]) -> None:
-        self._clients = clients
+    def __init__(self, clients: Mapping[str, TeacherBackend], config: Config | None = None) -> None:
+        self._clients, self._config = clients, config
+        self._caches: dict[str, ScoreCache | None] = {}
 
     async def scores(self, request: TeacherRequest, timeout_s: float) -> list[TeacherTopK]:
         """Return the scores of a request; see :meth:`recipe_gkd.teachers.scoring.requests.Requests.scores`."""
-        client = self._clients[request.teacher]
-        future = client.submit(request.sequences, timeout_s, temperature=request.temperature)
-        missing = {f"teacher {request.teacher}": len(request.uids)}
-        with waiting(f"score, step {request.step}", timeout_s, lambda: missing, "samples"):
-            scored = await result_within(asyncio.wrap_future(future), timeout_s, request.teacher)
-        check_scores(request.teacher, request.sequences, scored)
-        return [_with_rows(sequence, result) for sequence, result in zip(request.sequences, scored, strict=True)]
+        name, sequences, client = request.teacher, request.sequences, self._clients[request.teacher]
+
+        async def send(sequences: Sequence[TeacherSequence]) -> list[ScoredSequence]:
+            future = client.submit(sequences, timeout_s, temperature=request.temperature)
+            missing = {f"teacher {name}": len(sequences)}
+            with waiting(f"score, step {request.step}", timeout_s, lambda: missing, "samples"):
+                scored = await result_within(asyncio.wrap_future(future), timeout_s, name)
+            check_scores(name, sequences, scored)
+            return scored
+
+        if self._config is not None and name not in self._caches:
+            self._caches[name] = await asyncio.to_thread(open_cache, self._config, client)
+        cache = self._caches.get(name)
+        if cache is None:
+            return [_with_rows(*pair) for pair in zip(sequences, await send(sequences), strict=True)]
+        scored, is_cached = await cache.scores(sequences, send)
+        return [_with_rows(*row) for row in zip(sequences, scored, is_cached, strict=True)]
 
 
-def _with_rows(sequence: TeacherSequence, scored: ScoredSequence) -> TeacherTopK:
+def _with_rows(sequence: TeacherSequence, scored: ScoredSequence, is_cached: bool = False) -> TeacherTopK:
     logps_TK, ids_TK = rows_of(sequence, scored)
-    return TeacherTopK(logps_TK=logps_TK, ids_TK=ids_TK, sampled_logps_T=scored.sampled_logps_T)
+    return TeacherTopK(logps_TK=logps_TK, ids_TK=ids_TK, sampled_logps_T=scored.sampled_logps_T, is_cached=is_cached)

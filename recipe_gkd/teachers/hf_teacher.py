@@ -119,7 +119,7 @@ class HfTeacher:
             n_workers=1,
         )
         self._batch_tokens = max(1, MAX_LOGITS_BYTES // (_BYTES_PER_LOGIT * checkpoint.vocab_size))
-        self._timeout_s, self._n_ids = timeout_s, n_tokens
+        self._timeout_s, self.n_ids = timeout_s, n_tokens
         self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._open: set[_Request] = set()
         self._changed = threading.Condition()  # of `_open` and `_closed`
@@ -146,7 +146,7 @@ class HfTeacher:
                 f"{n_ids} ids with a probability, expected {self._info.n_logprobs} (top_k) to {self._info.n_tokens}",
                 argument="n_ids",
             )
-        self._n_ids = n_ids
+        self.n_ids = n_ids
 
     def submit(
         self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
@@ -205,10 +205,10 @@ class HfTeacher:
                     remedy="shorten prompt and response",
                 )
             largest = max(ids.max(), -1 if sequence.support_ids_TJ is None else sequence.support_ids_TJ.max())
-            if ids.min() < 0 or largest >= self._n_ids:
+            if ids.min() < 0 or largest >= self.n_ids:
                 raise TeacherRequestError(
                     f"token ids {ids.min()} to {largest}, the teacher {self._info.model_name} has ids 0 to "
-                    f"{self._n_ids - 1}: student and teacher must share one tokenizer",
+                    f"{self.n_ids - 1}: student and teacher must share one tokenizer",
                     sequence=i,
                     argument="token_ids" if largest == ids.max() else "support_ids_TJ",
                 )
@@ -309,7 +309,7 @@ class HfTeacher:
         self, hidden_TD: torch.Tensor, ids_TX: torch.Tensor, k: int, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return log-probabilities and ids of the top k, and the log-probabilities of ``ids_TX``, -inf for id -1."""
-        logits_TV = self._model.logits(hidden_TD)[:, : self._n_ids].float()
+        logits_TV = self._model.logits(hidden_TD)[:, : self.n_ids].float()
         logps_TV = logits_TV.div_(temperature).log_softmax(dim=-1)
         topk = logps_TV.topk(k, dim=-1)
         return topk.values, topk.indices, logps_TV.gather(1, ids_TX.clamp(min=0)).where(ids_TX >= 0, float("-inf"))

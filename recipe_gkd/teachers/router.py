@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from recipe_gkd.config import Config
-from recipe_gkd.config.conditions import uses_teacher
+from recipe_gkd.config.conditions import has_recorded_references, uses_teacher
 from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.support import Support
 from recipe_gkd.config.teachers import services
@@ -22,10 +22,11 @@ from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.clock import now
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 from recipe_gkd.runtime.wait_log import waiting
-from recipe_gkd.teachers.backends import TeacherBackend, open_backend
+from recipe_gkd.teachers.backends import TeacherBackend, open_backend, open_recording
 from recipe_gkd.teachers.direct_requests import DirectRequests
 from recipe_gkd.teachers.failure_policy import FailurePolicy, Scores, of_several_requests
 from recipe_gkd.teachers.outages import OutageMonitor
+from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.scoring.clients import ClientDescription, RemoteBackend
 from recipe_gkd.teachers.scoring.requests import Requests, TeacherRequest
@@ -34,6 +35,8 @@ from teacher.errors import TeacherError
 from teacher.records import TeacherSequence
 
 Pair = tuple[Prompt, Response]
+
+RECORDING = "recording"
 
 
 @contextmanager
@@ -61,7 +64,10 @@ def open_teachers(config: Config, routes: Routes) -> Iterator[Teachers]:
                 by_service[service] = stack.enter_context(closing(open_backend(config, name)))
             clients[name] = by_service[service]
         own = {name: client for name, client in clients.items() if isinstance(client, TeacherClient)}
-        yield Teachers(config, routes, clients, OutageMonitor(own, teacher) if own else None)
+        recording = None
+        if has_recorded_references(config):
+            recording = stack.enter_context(closing(open_recording(config)))
+        yield Teachers(config, routes, clients, OutageMonitor(own, teacher) if own else None, recording)
 
 
 class Teachers:
@@ -77,6 +83,7 @@ class Teachers:
 
     Attributes:
         clients: Backend of each teacher that has rows, by name.
+        recording: Scores of the reference responses that need no request. None: the teachers score them.
         requests: Sender of the requests. At first the driver's process.
     """
 
@@ -86,6 +93,7 @@ class Teachers:
         routes: Routes,
         clients: Mapping[str, TeacherBackend],
         outages: OutageMonitor | None = None,
+        recording: RecordedTeacher | None = None,
     ) -> None:
         """Create the router without requests in flight.
 
@@ -93,11 +101,14 @@ class Teachers:
             routes: Teacher of each row.
             clients: Backend of each teacher that has rows, by name.
             outages: Monitor of the same backends, or None for no warnings.
+            recording: Scores of the reference responses. None: the teachers score them.
         """
+        self.recording = recording
+        self._recorded = None if recording is None else DirectRequests(dict.fromkeys(clients, recording))
         self.clients, self._routes, self._gkd, self._config = clients, routes, config.gkd, config
         self._uses_teacher, self._outages = uses_teacher(config.gkd), outages
         self._policy, self._support = FailurePolicy(config.actor_rollout_ref.teacher), Support.of(config)
-        self.requests: Requests = DirectRequests(clients)
+        self.requests: Requests = DirectRequests(clients, config)
         self._skips = config.actor_rollout_ref.teacher.on_failure == "skip_samples"
         self._request_times: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
 
@@ -117,9 +128,14 @@ class Teachers:
                 keys=("trainer.val_kl",),
                 remedy="remove these rows, or set trainer.val_kl=false",
             )
-        teachers = Teachers(self._config, routes, self.clients, self._outages)
+        teachers = Teachers(self._config, routes, self.clients, self._outages, self.recording)
         teachers.requests = self.requests
         return teachers
+
+    @property
+    def sources(self) -> dict[str, TeacherBackend]:
+        """Everything that scores responses, by name: the teachers, and the recording of reference responses."""
+        return {**self.clients, **({} if self.recording is None else {RECORDING: self.recording})}
 
     def client_specs(self) -> dict[str, ClientDescription]:
         """Return what other processes need to send requests to the teachers, by name.
@@ -192,15 +208,15 @@ class Teachers:
         Raises:
             TeacherError: A request failed, and `FailurePolicy` ends the run.
         """
-        by_teacher: defaultdict[int, list[Pair]] = defaultdict(list)
+        by_source: defaultdict[tuple[int, bool], list[Pair]] = defaultdict(list)
         for prompt, response in pairs:
             if self._needs_teacher(prompt, response):
-                by_teacher[self._routes.number_of(prompt.row)].append((prompt, response))
+                by_source[self._routes.number_of(prompt.row), self._is_recorded(prompt)].append((prompt, response))
         async with FirstErrorTaskGroup() as tasks:
             requests = [
-                tasks.start(self._send(number, request, step))
-                for number, pairs_of_teacher in by_teacher.items()
-                for request in self._split(pairs_of_teacher)
+                tasks.start(self._send(number, request, step, is_recorded=is_recorded))
+                for (number, is_recorded), pairs_of_source in by_source.items()
+                for request in self._split(pairs_of_source)
             ]
             scored = {sample.prompt.uid: sample for request in requests for sample in await request}
         return [scored.get(prompt.uid) or _unscored(prompt, response) for prompt, response in pairs]
@@ -213,7 +229,10 @@ class Teachers:
         may_score = prompt.reference_ids is None or self._gkd.sft_target == "teacher"
         return self._uses_teacher and may_score and len(response.ids) > 0
 
-    async def _send(self, number: int, pairs: Sequence[Pair], step: int) -> list[Sample]:
+    def _is_recorded(self, prompt: Prompt) -> bool:
+        return self.recording is not None and prompt.reference_ids is not None
+
+    async def _send(self, number: int, pairs: Sequence[Pair], step: int, *, is_recorded: bool) -> list[Sample]:
         name = self._routes.names[number]
         request = TeacherRequest(
             teacher=name,
@@ -224,6 +243,8 @@ class Teachers:
         )
 
         async def send_request(timeout_s: float) -> Scores:
+            if is_recorded and self._recorded is not None:
+                return await self._recorded.scores(request, timeout_s)
             scores = self.requests.scores(request, timeout_s)
             return await (scores if self._outages is None else self._outages.result_of(name, scores))
 
@@ -280,6 +301,9 @@ class Teachers:
             )
             raise summary.replaced(step=step) from error
         metrics = {"teacher/skipped_samples": float(skipped), "teacher/skipped_samples_total": float(before + skipped)}
+        if self.recording is not None or self._config.actor_rollout_ref.teacher.cache_dir is not None:
+            n_cached = sum(sample.teacher.is_cached or self._is_recorded(sample.prompt) for sample in for_teacher)
+            metrics["teacher/cached_share"] = n_cached / max(len(for_teacher), 1)
         tokens = [0] * len(self._routes.names)
         for sample in for_teacher:
             tokens[sample.teacher_number] += sample.teacher.n_scored

@@ -99,6 +99,7 @@ class TeacherClient:
 
     Attributes:
         address: ZeroMQ address of the service, such as ``tcp://10.0.0.1:15555``.
+        n_ids: Number of ids that have a probability, 0 for all; see :meth:`restrict_ids`.
     """
 
     _role: ClassVar[PeerRole] = CLIENT
@@ -137,7 +138,7 @@ class TeacherClient:
         check_top_k(top_k)
         self._top_k, self._wire_dtype = top_k, check_wire_dtype(wire_dtype)
         self._model: TeacherInfo | None = None
-        self._n_ids = 0
+        self.n_ids = 0
         if not 1 <= n_connections <= MAX_CONNECTIONS:
             raise TeacherRequestError(
                 f"n_connections must be 1 to {MAX_CONNECTIONS}, got {n_connections!r}", argument="n_connections"
@@ -256,7 +257,7 @@ class TeacherClient:
             call = ScoreCall(
                 sequences,
                 self._resolve_timeout_s(timeout_s),
-                logits=LogitSettings(temperature, self._n_ids),
+                logits=LogitSettings(temperature, self.n_ids),
                 top_k=self._top_k,
                 wire_dtype=self._wire_dtype,
                 model=self._model,
@@ -279,7 +280,7 @@ class TeacherClient:
         Args:
             n_ids: Number of ids that have a probability, from 0 on. 0: all ids of the teacher's tokenizer.
         """
-        self._n_ids = n_ids
+        self.n_ids = n_ids
 
     def spec(self) -> ClientSpec:
         """Return what another process needs to open an equal client.
@@ -288,7 +289,7 @@ class TeacherClient:
         called. The model's last tokens, 100 kB, are left out: no client compares them.
         """
         model = None if self._model is None else replace(self._model, last_tokens=())
-        return ClientSpec(*self._server, self._options, model=model, n_ids=self._n_ids)
+        return ClientSpec(*self._server, self._options, model=model, n_ids=self.n_ids)
 
     def submit_hello(self, timeout_s: float | None = None) -> Future[TeacherInfo]:
         """Return the future of `hello`.

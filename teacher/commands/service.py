@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import logging
-import os
-import signal
-import sys
 import time
-from pathlib import Path
 
 from teacher.commands.arguments import add_auth_dir, add_command, port, positive, seconds
+from teacher.commands.processes import add_process, end_with_parent, write_ready_file
 from teacher.common.head_dtype import HEAD_DTYPES
 from teacher.engines import EngineConfig, load_engine
-from teacher.errors import TeacherSetupError
 from teacher.proxy.admission import MAX_QUEUE_TOKENS
 from teacher.proxy.proxy import STALL_TIMEOUT_S, Proxy
 from teacher.proxy.proxy_sockets import MAX_IO_THREADS, SocketSettings, default_io_threads
@@ -26,7 +21,6 @@ from teacher.worker import Worker
 logger = logging.getLogger("teacher")
 
 _HTTP_PORT_OFFSET = 2
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -61,7 +55,7 @@ def _add_proxy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     proxy.add_argument("--http-bind", default="127.0.0.1", help="interface of /healthz and /metrics, which use no keys")
     proxy.add_argument("--http-port", type=_http_port, help="0: any, -1: none; default: frontend port + 2 (15557)")
-    _add_process(proxy, "file written when all ports are bound")
+    add_process(proxy, "file written when all ports are bound")
 
 
 def _add_worker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -95,21 +89,11 @@ def _add_worker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     worker.add_argument("--backend-port", type=port, default=BACKEND_PORT, help="the proxy's port for workers")
     add_auth_dir(worker, "keys of a client, for a proxy with keys")
     _add_stall_timeout(worker, "maximum duration of an engine step; a longer one ends the worker")
-    _add_process(worker, "file written when the proxy has accepted this worker")
+    add_process(worker, "file written when the proxy has accepted this worker")
 
 
 def _add_stall_timeout(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--stall-timeout-s", type=seconds, default=STALL_TIMEOUT_S, help=text)
-
-
-def _add_process(parser: argparse.ArgumentParser, ready_text: str) -> None:
-    parser.add_argument("--ready-file", default="", help=ready_text)
-    parser.add_argument(
-        "--end-with-parent",
-        type=positive,
-        metavar="PID",
-        help="kill this process when its parent process PID ends (Linux)",
-    )
 
 
 def _io_threads(text: str) -> int:
@@ -126,7 +110,7 @@ def _proxy(args: argparse.Namespace) -> int:
     from teacher.proxy.http import HttpServer  # needs prometheus_client, which clients and workers do not import
 
     stop = StopSignal()
-    _end_with_parent(args.end_with_parent)
+    end_with_parent(args.end_with_parent)
     settings = SocketSettings(
         keys=server_keys(args.auth_dir), trusted_network=args.trusted_network, io_threads=args.io_threads
     )
@@ -156,7 +140,7 @@ def _serve(proxy: Proxy, stop: StopSignal, args: argparse.Namespace, also: str) 
     logger.info(
         "serving clients at %s:%d, workers at %d%s; %s", args.bind, proxy.frontend_port, proxy.backend_port, also, keys
     )
-    _touch(args.ready_file)
+    write_ready_file(args.ready_file)
     proxy.run(stop)
     logger.info("ended")
     return 0
@@ -167,7 +151,7 @@ def _age_s(at: float) -> float:
 
 
 def _worker(args: argparse.Namespace) -> int:
-    _end_with_parent(args.end_with_parent)
+    end_with_parent(args.end_with_parent)
     client_keys(args.auth_dir)  # fail before the long start of the engine
     names = EngineConfig.__dataclass_fields__
     engine = load_engine(args.backend, EngineConfig(**{name: getattr(args, name) for name in names}))
@@ -181,42 +165,7 @@ def _worker(args: argparse.Namespace) -> int:
         )
         # Installed after loading: until then the default action of SIGTERM ends the process at once.
         stop = StopSignal()  # kept until the engine is closed; a second signal interrupts that
-        worker.run(stop, on_registered=lambda: _touch(args.ready_file))
+        worker.run(stop, on_registered=lambda: write_ready_file(args.ready_file))
     finally:
         engine.close()
     return 0
-
-
-def _end_with_parent(pid: int | None) -> None:
-    if pid is None:
-        return
-    if sys.platform != "linux":
-        raise TeacherSetupError(
-            f"--end-with-parent needs Linux, this is {sys.platform}",
-            options=("--end-with-parent",),
-            remedy="leave it out",
-        )
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != pid:
-        raise TeacherSetupError(
-            f"--end-with-parent {pid}: the parent process is {os.getppid()}",
-            options=("--end-with-parent",),
-            remedy="pass the pid of a running parent",
-        )
-
-
-def _touch(path: str) -> None:
-    """Write the pid to a file. A symbolic link in its place is not followed."""
-    if not path:
-        return
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
-        with open(descriptor, "w", encoding="ascii") as file:
-            file.write(f"{os.getpid()}\n")
-    except OSError as error:
-        raise TeacherSetupError(
-            f"--ready-file {path} cannot be written: {error.strerror or error}",
-            options=("--ready-file",),
-            path=Path(path),
-            remedy="name another",
-        ) from None

@@ -71,13 +71,15 @@ def main(name: str, arguments: Sequence[str]) -> int:
 
 
 def serve(args: Namespace) -> int:
-    """Start a proxy and its workers, and return once the service has answered a real request."""
+    """Start a proxy, its workers and the gateway of OPENAI_PORT. Return once the service answers a real request."""
     require("TRUSTED_NETWORK", args.trusted_network, ("0", "1"))
     gpus = check_settings(args)
     # Workers of this machine and the final check connect to the interface of the proxy.
     ip = "127.0.0.1" if args.bind in ("0.0.0.0", "*") else args.bind
     for port in (args.proxy_frontend_port, args.proxy_backend_port):
-        check_port_is_free(ip, port)
+        check_port_is_free(ip, port, ("PROXY_FRONTEND_PORT", "PROXY_BACKEND_PORT"))
+    if args.openai_port:
+        check_port_is_free("127.0.0.1", args.openai_port, ("OPENAI_PORT",))
     run_dir = prepare_run_dir(_run_dir(args, f"teacher-{HOST}-{args.proxy_frontend_port}"), args.report)
     service = ["--server-ip", ip, "--port", str(args.proxy_frontend_port)]
     service += ["--auth-dir", args.auth_dir] if args.auth_dir else []
@@ -85,10 +87,14 @@ def serve(args: Namespace) -> int:
         # The proxy first: it fails at once if its ports, keys or interface cannot be used.
         processes.launch("proxy", _proxy_command(args))
         processes.await_ready()
+        if args.openai_port:
+            processes.launch_gateway(ip)
         processes.launch_workers(ip, gpus)
         processes.await_ready()
         processes.run(["check", *service, "--timeout-s", "60"])
     print(f"teacher service ready after {seconds_since_start():.0f} s; logs in {run_dir}")
+    if args.openai_port:
+        print(f"scores over HTTP: http://127.0.0.1:{args.openai_port}/v1/completions")
     print(f"show its status with: {args.python} -m teacher status {' '.join(service)}")
     print(f"stop it with: {STOP_SCRIPT} --run-dir {run_dir}")
     return 0
@@ -132,7 +138,7 @@ def stop(args: Namespace) -> int:
 def _proxy_command(args: Namespace) -> list[str]:
     command = ["proxy", "--bind", args.bind, "--http-bind", args.http_bind]
     command += ["--frontend-port", str(args.proxy_frontend_port), "--backend-port", str(args.proxy_backend_port)]
-    command += ["--max-queue-tokens", str(args.max_queue_tokens)]
+    command += ["--max-queue-tokens", str(args.max_queue_tokens), "--stall-timeout-s", args.stall_timeout_s]
     command += ["--http-port", args.http_port] if args.http_port else []
     command += ["--trusted-network"] if args.trusted_network == "1" else []
     return command + (["--io-threads", args.proxy_io_threads] if args.proxy_io_threads else [])

@@ -54,7 +54,7 @@ WORKER_OPTIONS = (
     Option("STALL_TIMEOUT_S", "60", "maximum duration of an engine step; a longer one ends its worker, others get its "
            "requests"),
     Option("LOG_FORMAT", "text", "text or json"),
-    Option("LOG_LEVEL", "", "DEBUG, INFO, WARNING, ERROR  [proxy INFO, workers WARNING]"),
+    Option("LOG_LEVEL", "", "DEBUG, INFO, WARNING, ERROR  [proxy and gateway INFO, workers WARNING]"),
     Option("START_TIMEOUT_S", 0, "maximum duration of the start, in seconds  [600; 1800 on GPUs, where kernels are "
            "compiled]"),
     Option("STOP_TIMEOUT_S", 10, "seconds before SIGKILL, if the start fails"),
@@ -70,6 +70,8 @@ SERVE_OPTIONS = (
     Option("HTTP_PORT", "", "/healthz and /metrics; 0: any port, -1: none. They use no keys: bind them to trusted "
            "networks only  [PROXY_FRONTEND_PORT + 2]"),
     Option("HTTP_BIND", "127.0.0.1", "interface of HTTP_PORT"),
+    Option("OPENAI_PORT", 0, "port of 127.0.0.1 for /v1/completions with prompt_logprobs over HTTP, without keys; see "
+           "`python -m teacher gateway`  [0: none]"),
     Option("MAX_QUEUE_TOKENS", 8388608, "maximum tokens in the proxy's queue; further requests wait at the clients"),
     Option("RUN_DIR", "", "pids and logs  [$PWD/outputs/teacher-HOST-PROXY_FRONTEND_PORT]"),
 )

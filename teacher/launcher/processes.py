@@ -67,7 +67,7 @@ class Processes:
         """
         args, log, ready = self._args, self._path(name, "log"), self._path(name, "ready")
         command = [args.python, "-m", "teacher", *arguments, "--ready-file", str(ready)]
-        command += ["--stall-timeout-s", args.stall_timeout_s, "--log-format", args.log_format]
+        command += ["--log-format", args.log_format]
         command += ["--log-level", args.log_level] if args.log_level else []
         command += ["--auth-dir", args.auth_dir] if args.auth_dir else []
         for path in (ready, log):  # a symbolic link in place of the log would be followed
@@ -94,10 +94,18 @@ class Processes:
             raise TeacherSetupError(what, remedy=remedy, path=path) from None
         self._requests.raise_if_any()
 
+    def launch_gateway(self, proxy_ip: str) -> None:
+        """Start the HTTP gateway at OPENAI_PORT. It ends when the proxy of this run folder ends."""
+        args = self._args
+        command = ["gateway", "--server-ip", proxy_ip, "--port", str(args.proxy_frontend_port)]
+        command += ["--http-port", str(args.openai_port), "--end-with", str(self._path("proxy", "pid"))]
+        self.launch("gateway", command)
+
     def launch_workers(self, proxy_ip: str, gpus: Sequence[str]) -> None:
         """Start N_WORKERS workers, each on TP_SIZE of the GPUs if there are any."""
         args = self._args
         command = ["worker", "--server-ip", proxy_ip, "--backend-port", str(args.proxy_backend_port)]
+        command += ["--stall-timeout-s", args.stall_timeout_s]
         for option in ENGINE_OPTIONS:
             name = option.name.lower()
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]

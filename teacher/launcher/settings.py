@@ -62,16 +62,25 @@ def require(name: str, value: str, allowed: Sequence[str]) -> None:
         raise _invalid(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {value!r}")
 
 
-def check_port_is_free(ip: str, port: int) -> None:
-    """Check that nothing listens on a port. Another service there could answer the check of a new one."""
+def check_port_is_free(ip: str, port: int, options: tuple[str, ...]) -> None:
+    """Check that nothing listens on a port. Another service there could answer the check of a new one.
+
+    Args:
+        ip: Address of this machine.
+        port: The port.
+        options: Names of the options that determine the port.
+
+    Raises:
+        TeacherSetupError: A process listens on the port.
+    """
     try:
         socket.create_connection((ip, port), timeout=5).close()
     except (OSError, OverflowError):
         return
     raise TeacherSetupError(
         f"port {port} of {ip} is in use",
-        remedy=f"stop what uses it ({REPO}/teacher/stop_server.sh), or set PROXY_FRONTEND_PORT / PROXY_BACKEND_PORT",
-        options=("PROXY_FRONTEND_PORT", "PROXY_BACKEND_PORT"),
+        remedy=f"stop what uses it ({REPO}/teacher/stop_server.sh), or set {' / '.join(options)}",
+        options=options,
     )
 
 

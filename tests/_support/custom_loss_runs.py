@@ -76,8 +76,10 @@ def scored_samples(temperature: float = 1.0) -> list[Sample]:
     return samples
 
 
-def loss_and_gradients(gkd: GkdConfig, tp_group: ProcessGroup | None = None) -> Result:
-    batch = make_batch(scored_samples(gkd.distill_temperature))
+def loss_and_gradients(
+    gkd: GkdConfig, samples: list[Sample] | None = None, *, tp_group: ProcessGroup | None = None
+) -> Result:
+    batch = make_batch(scored_samples(gkd.distill_temperature) if samples is None else samples)
     generator = torch.Generator().manual_seed(0)
     n_tokens, rank, size = len(batch.ids_TK), 0, 1
     if tp_group is not None:

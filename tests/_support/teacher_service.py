@@ -87,11 +87,13 @@ class Service:
 
     Attributes:
         port: Port for clients.
+        openai_port: Port of its gateway.
         ckpt_path: Folder of the model.
     """
 
     port: int
     backend_port: int
+    openai_port: int
     run_dir: Path
     ckpt_path: Path
 

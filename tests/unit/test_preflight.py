@@ -159,6 +159,7 @@ class TestCheckStopIds:
                 "data.max_response_length",
             ),
             ([3], [SHARE], "gkd.sft_share"),
+            ([3], ["gkd.warmup_steps=5"], "gkd.warmup_steps"),
         ],
     )
     def test_endless_responses_refused(self, tmp_path: Path, eos: object, overrides: list[str], key: str) -> None:

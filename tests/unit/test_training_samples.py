@@ -139,7 +139,15 @@ def build_trainer(
 ) -> Trainer:
     data_set = read_data_set(config.data.train_files, config.data)
     data = PromptData(data_set, config.data, TOKENIZER, with_references=True)
-    loader = PromptLoader(data, config.data, n=N, epochs=1, max_steps=None, sft_share=config.gkd.sft_share)
+    loader = PromptLoader(
+        data,
+        config.data,
+        n=N,
+        epochs=1,
+        max_steps=None,
+        sft_share=config.gkd.sft_share,
+        warmup_steps=config.gkd.warmup_steps,
+    )
     reward_context = RewardContext(scorer, RewardItems(data, config.data, TOKENIZER)) if scorer else None
     progress = Progress(0, 0, len(data), config.data.seed, config.data.shuffle)
     teachers = Teachers(config, Routes(("default",)), {"default": teacher or cluster})
@@ -184,6 +192,16 @@ def test_reference_responses_are_trained_on_once_without_rollout_workers(
     for batch in batches:
         assert all(s.response.weights_version == batch.step for s in batch.samples if s.is_reference)
     assert len(cluster.scored) == len(sampled) + len(references) * (target == "teacher")
+
+
+def test_warm_up_samples_no_responses(tmp_path: Path) -> None:
+    cluster = FakeCluster(n_replicas=1)
+    batches = asyncio.run(batches_of(build_trainer(configured(tmp_path, "gkd.warmup_steps=2"), cluster)))
+    n_references = [sum(sample.is_reference for sample in batch.samples) for batch in batches]
+    n_samples = [len(batch.samples) for batch in batches]
+    assert n_references == [BATCH, BATCH, *[0] * (len(batches) - 2)] and len(batches) > 2
+    assert n_samples == [BATCH, BATCH, *[BATCH * N] * (len(batches) - 2)]
+    assert len(cluster.generated) == sum(n_samples) - sum(n_references)
 
 
 def test_sampled_prompts_are_assigned_evenly_among_reference_responses(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from recipe_gkd.data.samples import Sample
+from recipe_gkd.data.weights import expanded
 
 A = TypeVar("A")
 """Array of the host (``np.ndarray``) or of the device (``Tensor``)."""
@@ -68,6 +69,7 @@ class TokenFields(Generic[A]):
         advantages_T: Advantage of the response, float32; see :class:`~recipe_gkd.data.samples.Sample`.
         baselines_T: Baseline of the response, float32.
         scales_T: Scale of the response, float32.
+        data_weights_T: Weight of the token from a column of the data (``gkd.position_weights_key``), float32.
     """
 
     loss_rows_T: A = field(metadata=_of_row(np.int32))
@@ -90,6 +92,9 @@ class TokenFields(Generic[A]):
     advantages_T: A = field(metadata=_of_sample(np.float32, lambda sample: sample.advantage))
     baselines_T: A = field(metadata=_of_sample(np.float32, lambda sample: sample.baseline))
     scales_T: A = field(metadata=_of_sample(np.float32, lambda sample: sample.scale))
+    data_weights_T: A = field(
+        metadata=_of_tokens(np.float32, lambda sample, _: expanded(sample.prompt.weights, len(sample.response.ids)))
+    )
 
 
 NAMES = tuple(one.name for one in fields(TokenFields))

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from recipe_gkd.actor.batch import token_fields
 from recipe_gkd.actor.batch.device_batch import DeviceBatch
 from recipe_gkd.actor.objective.context_tokens import ContextTokens
-from recipe_gkd.config.conditions import uses_custom_loss, uses_sampled_token_loss
+from recipe_gkd.config.conditions import has_position_weights, uses_custom_loss, uses_sampled_token_loss
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.custom import LossInputs, load_custom_loss
 from recipe_gkd.losses.distributions import BucketedDistributions, bucketed_distributions
@@ -82,17 +82,22 @@ class DistillationTerm:
         return DistillationLoss(loss_T=self._divergence_loss(inputs))
 
     def position_weights(self, inputs: DistillationInputs) -> Tensor | None:
-        """Return the weight of each token from the user's function, [T]. None without ``gkd.position_weights``.
+        """Return the weight of each token from the data and the user's function, [T]. None if the run has no weights.
 
         Raises:
-            CustomLossError: A weight is invalid.
+            CustomLossError: A weight of the function is invalid.
         """
-        if self.gkd.position_weights is None or uses_custom_loss(self.gkd):
+        gkd = self.gkd
+        if not has_position_weights(gkd):
             return None
-        values, uids_T, own_T = self._of_whole_responses(inputs)
-        if not values.n_tokens:
-            return torch.ones_like(inputs.stats.sampled_logp_T)
-        return load_position_weights(self.gkd.position_weights)(values, uids_T=uids_T)[own_T]
+        weights_T = torch.ones_like(inputs.stats.sampled_logp_T)
+        if gkd.position_weights_key is not None:
+            weights_T = weights_T * inputs.batch.data_weights_T
+        if gkd.position_weights is not None:
+            values, uids_T, own_T = self._of_whole_responses(inputs)
+            if values.n_tokens:
+                weights_T = weights_T * load_position_weights(gkd.position_weights)(values, uids_T=uids_T)[own_T]
+        return weights_T
 
     def _divergence_loss(self, inputs: DistillationInputs) -> Tensor:
         buckets, stats = inputs.buckets, inputs.stats

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from recipe_gkd.actor.batch.device_batch import DeviceBatch
 from recipe_gkd.actor.batch.position_buckets import POSITION_BUCKETS
-from recipe_gkd.config.conditions import uses_custom_loss
+from recipe_gkd.config.conditions import has_position_weights, trains_on_references
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses.custom import load_custom_loss
@@ -36,7 +36,7 @@ OVERLAP = ("actor/topk_overlap", "n_overlap")
 gradient overwrites the logits."""
 
 POSITION_WEIGHT = "position_weight"
-"""Name of the weights of ``gkd.position_weights`` among the losses of a micro-batch."""
+"""Name of the weights of tokens among the losses of a micro-batch."""
 
 # Metrics of an update that are no means.
 OTHER_METRICS = (
@@ -144,11 +144,12 @@ def token_means(gkd: GkdConfig, teachers: Sequence[str]) -> list[TokenMean]:
     """
     found = [*_MEANS, _above_cap(gkd.importance_cap)]
     found += [_clipped(gkd.token_clip)] if gkd.token_clip is not None else []
-    if gkd.position_weights is not None and not uses_custom_loss(gkd):
-        load_position_weights(gkd.position_weights)  # a file that this node lacks fails here
+    if has_position_weights(gkd):
+        if gkd.position_weights is not None:
+            load_position_weights(gkd.position_weights)  # a file that this node lacks fails here
         found.append(TokenMean("actor/position_weight", SCORED, lambda values: values.losses[POSITION_WEIGHT]))
     found += [*_POLICY_MEANS] if gkd.use_rl_loss else []
-    found += [*_REFERENCE_MEANS] if gkd.sft_share else []
+    found += [*_REFERENCE_MEANS] if trains_on_references(gkd) else []
     found += [_kl_of_teacher(number, name) for number, name in enumerate(teachers)]
     found += [_kl_at(number) for number in range(len(POSITION_BUCKETS))]
     return [*found, *_custom_means(gkd, reserved={*(mean.name for mean in found), *OTHER_METRICS})]

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from recipe_gkd.actor.batch.device_batch import DeviceBatch
 from recipe_gkd.actor.objective.distillation import DistillationInputs, DistillationTerm
 from recipe_gkd.actor.objective.loss_metrics import OVERLAP, POSITION_WEIGHT, TokenValues, sum_tokens, token_means
-from recipe_gkd.config.conditions import uses_custom_loss
+from recipe_gkd.config.conditions import trains_on_references, uses_custom_loss
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.diagnostics import topk_overlap
 from recipe_gkd.losses.distributions import bucketed_distributions, valid_entries
@@ -94,7 +94,7 @@ class Objective:
             )
             losses["pg"] = batch.weights["pg"] * policy_T
             loss_T = loss_T + gkd.rl_loss_coef * losses["pg"]
-        if gkd.sft_share:
+        if trains_on_references(gkd):
             losses["sft"] = -batch.weights["sft"] * logp_T
             loss_T = loss_T + gkd.sft_loss_coef * losses["sft"]
         losses["total"] = loss_T

@@ -11,7 +11,7 @@ import numpy as np
 
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.config import Config
-from recipe_gkd.config.conditions import runs_validation, trains_on_rewards
+from recipe_gkd.config.conditions import runs_validation, trains_on_references, trains_on_rewards
 from recipe_gkd.config.keys import TRAIN_FILES, VAL_FILES
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet, read_data_set
@@ -69,7 +69,7 @@ def data_findings(
             "use a model with one, put chat_template.jinja into its folder, or use prompts that are strings",
         )  # fmt: skip
         return
-    with_references = config.gkd.sft_share > 0 and key == TRAIN_FILES
+    with_references = trains_on_references(config.gkd) and key == TRAIN_FILES
     relaxed = replace(config.data, filter_overlong_prompts=True) if config.data.truncation != "error" else config.data
     data = PromptData(some, relaxed, tokenizer, with_references=with_references)
     if key == VAL_FILES or trains_on_rewards(config):
@@ -94,7 +94,9 @@ def data_findings(
 def _needed_columns(config: Config, key: str) -> Iterator[tuple[str, str, str]]:
     """Yield config key, column and its purpose."""
     data, teacher = config.data, config.actor_rollout_ref.teacher
-    if key == TRAIN_FILES and config.gkd.sft_share > 0:
+    if key == TRAIN_FILES and trains_on_references(config.gkd):
         yield "data.response_key", data.response_key, "with the reference responses"
+    if key == TRAIN_FILES and config.gkd.position_weights_key is not None:
+        yield "gkd.position_weights_key", config.gkd.position_weights_key, "with the weights of response tokens"
     if key == TRAIN_FILES and teacher.route_key is not None:
         yield "actor_rollout_ref.teacher.route_key", teacher.route_key, "that names each prompt's teacher"

@@ -99,8 +99,10 @@ def live_config(config: Config, folder: Path) -> Config:
         tail="bucket",
         use_rl_loss=False,
         sft_share=0.0,
+        warmup_steps=0,
         custom_loss=replace(config.gkd.custom_loss, path=None, name=None),
         position_weights=None,
+        position_weights_key=None,
     )
     rollout = replace(settings.rollout, max_model_len=length, n=1, temperature=1.0, top_p=1.0, top_k=-1)
     profile = replace(config.trainer.profile, steps=[])

@@ -45,7 +45,7 @@ def teacher_findings(config: Config, data_set: DataSet | None, student: Student)
 
     def check() -> Iterator[Finding]:
         with open_teachers(config, _routes(config, data_set)) as teachers:
-            for name, client in teachers.clients.items():
+            for name, client in teachers.sources.items():
                 yield from findings_of(f"teacher {name}", partial(_check, name, client, student, config, infos))
             if infos and data_set is not None:
                 prompts_check = partial(_prompt_findings, config, data_set, student, teachers)

@@ -58,7 +58,7 @@ class DataConfig:
     )
     response_key: str = key(
         "Column with the reference response: a string, or a list of one assistant message. Data without it may have "
-        "TRL's `completion`. Used if `gkd.sft_share` is above 0.",
+        "TRL's `completion`. Used if `gkd.sft_share` or `gkd.warmup_steps` is above 0.",
         unused=[NO_REFERENCE_RESPONSES],
     )
     ground_truth_key: str = key(

@@ -16,9 +16,10 @@ from recipe_gkd.config.choices import (
     loss_names,
     tail_modes,
 )
-from recipe_gkd.config.limits import MAX_COEFFICIENT, MAX_INT32
+from recipe_gkd.config.limits import MAX_COEFFICIENT, MAX_INT32, MAX_STEPS
 from recipe_gkd.config.schema.fields import STRICT, SourcePath, UserPath, key
 from recipe_gkd.config.schema.unused import (
+    ALL_REFERENCES,
     CUSTOM_LOSS,
     NO_POLICY_LOSS,
     NO_REFERENCE_RESPONSES,
@@ -105,6 +106,12 @@ class GkdConfig:
         "`LossInputs` of `recipe_gkd.losses` -> weights [T] of at least 0, without gradient. null: 1.",
         unused=[NO_TEACHER, CUSTOM_LOSS],
     )
+    position_weights_key: str | None = key(
+        "Column with the weights of response tokens in the distillation loss: a number for all tokens of the row's "
+        "responses, or a list, whose value t is for token t and whose last value is for all later ones. A row without "
+        "a value has weight 1. They are multiplied by those of `position_weights`. null: 1.",
+        unused=[NO_TEACHER, CUSTOM_LOSS],
+    )
     beta: float = key(
         "Weight of the teacher in the mixture of `jsd`. Near 0 the loss is about `beta` times forward KL, near 1 about "
         "`1 - beta` times reverse KL, so it vanishes at both ends: use `forward_kl` or `reverse_kl` there.",
@@ -166,6 +173,13 @@ class GkdConfig:
     )
     sft_share: float = key(
         "Fraction of the prompts that are trained on the reference response instead of a sampled one.", ge=0, le=1
+    )
+    warmup_steps: int = key(
+        "Number of steps at the start that train on the reference responses of all their prompts, with `sft_target`. "
+        "The later steps follow `sft_share`.",
+        unused=[ALL_REFERENCES],
+        ge=0,
+        le=MAX_STEPS,
     )
     sft_target: SftTarget = key(
         "Target of reference responses. `data`: cross-entropy with their tokens; `teacher`: distillation from the "

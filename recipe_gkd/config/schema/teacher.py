@@ -12,13 +12,15 @@ from recipe_gkd.config.limits import MAX_NODES, MAX_STEPS, MAX_TEACHER_WAIT_S
 from recipe_gkd.config.schema.fields import STRICT, SourcePath, UserPath, key, null_to_list, timeout
 from recipe_gkd.config.schema.unused import (
     NAMED_TEACHERS,
+    NO_CACHE,
     NO_HTTP_SERVER,
-    NO_RECORDING,
+    NO_REFERENCE_RESPONSES,
     NO_SCORING_WORKERS,
     NO_SERVICE,
     NO_SUPPORT_IDS,
     NO_TEACHER,
     ONLY_STUDENT_SUPPORT,
+    RECORDED,
     STUDENT_PROMPTS,
     TEACHER_SUPPORT,
     needs,
@@ -90,7 +92,11 @@ class TeacherConfig:
         "Name of the environment variable with the API key of the HTTP servers. null: no key.",
         refused=[NO_HTTP_SERVER],
     )
-    path: UserPath | None = key("Folder of the recording for `backend=recorded`.", refused=[NO_RECORDING])
+    path: UserPath | None = key(
+        "Folder of a recording of the reference responses' scores. `backend=recorded` has no others; with another "
+        "backend they are read from it, and sampled responses are scored by the teacher.",
+        unused=[NO_REFERENCE_RESPONSES, needs(lambda config: config.gkd.sft_target, "teacher")],
+    )
     served_model_name: str | None = key(
         "Name of the teacher among the models of the HTTP servers. null: the only model that is no adapter.",
         refused=[NO_HTTP_SERVER],
@@ -207,6 +213,19 @@ class TeacherConfig:
         "are trained on. Generation of the next batch waits for it. One batch is always allowed. null: the rows "
         "that fill half of the object store of the node that gets most of them.",
         unused=[NO_TEACHER],
+        gt=0,
+        le=MAX_STEPS,
+    )
+    cache_dir: UserPath | None = key(
+        "Folder of scores that are kept for later runs: a response that the same teacher has scored before is not sent "
+        "to it again. On a cluster, a folder on each node or on a shared file system. null: nothing is kept.",
+        unused=[NO_TEACHER],
+        refused=[RECORDED],
+    )
+    cache_gb: float = key(
+        "Maximum size of `cache_dir` in GB. If it is full, the scores that were not used for the longest time are "
+        "deleted.",
+        unused=[NO_CACHE],
         gt=0,
         le=MAX_STEPS,
     )

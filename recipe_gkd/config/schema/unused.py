@@ -13,6 +13,7 @@ from recipe_gkd.config.conditions import (
     needs_rewards,
     runs_validation,
     saves_checkpoints,
+    trains_on_references,
     uses_sampled_token_loss,
     uses_teacher,
 )
@@ -73,7 +74,10 @@ def as_override_value(value: object) -> str:
 NO_TEACHER = UnusedWhen(lambda config: not uses_teacher(config.gkd), lambda config: config.gkd.enable_teacher, "true")
 CUSTOM_LOSS = needs(lambda config: config.gkd.custom_loss.path, None, "set gkd.custom_loss={path: null, name: null}")
 NO_POLICY_LOSS = needs(lambda config: config.gkd.use_rl_loss, True)
-NO_REFERENCE_RESPONSES = unused_with(lambda config: config.gkd.sft_share, 0, "0.5")
+NO_REFERENCE_RESPONSES = UnusedWhen(
+    lambda config: not trains_on_references(config.gkd), lambda config: config.gkd.sft_share, "0.5"
+)
+ALL_REFERENCES = unused_with(lambda config: config.gkd.sft_share, 1, "0.5")
 NO_REWARD = UnusedWhen(
     lambda config: not has_reward(config), lambda config: config.custom_reward_function.path, "reward.py"
 )
@@ -103,12 +107,13 @@ ONLY_STUDENT_SUPPORT = UnusedWhen(
     lambda config: (
         config.actor_rollout_ref.teacher.support == "student"
         and config.actor_rollout_ref.teacher.backend in ("hf", "zmq")
-        and not (config.gkd.sft_share and config.gkd.sft_target == "teacher")
+        and not (trains_on_references(config.gkd) and config.gkd.sft_target == "teacher")
     ),
     lambda config: config.actor_rollout_ref.teacher.support,
     "union",
 )
-NO_RECORDING = with_backends("hf", "zmq", "http", enable="recorded")
+RECORDED = with_backends("recorded", enable="zmq")
+NO_CACHE = unused_with(lambda config: config.actor_rollout_ref.teacher.cache_dir, None, "teacher_cache")
 GREEDY = unused_with(lambda config: config.actor_rollout_ref.rollout.temperature, 0, "1")
 GREEDY_VALIDATION = unused_with(lambda config: config.actor_rollout_ref.rollout.val_kwargs.temperature, 0, "1")
 ON_CPU = unused_with(lambda config: config.trainer.device, "cpu", "cuda")

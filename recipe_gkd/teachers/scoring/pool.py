@@ -27,6 +27,7 @@ from recipe_gkd.runtime.keyed_timeout import with_margin
 from recipe_gkd.runtime.run_log import as_event
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 from recipe_gkd.runtime.wait_log import waiting
+from recipe_gkd.teachers.cache.scores import CacheSettings
 from recipe_gkd.teachers.scoring.clients import ClientDescription
 from recipe_gkd.teachers.scoring.homes import NO_HOME, Homes
 from recipe_gkd.teachers.scoring.ray_worker import PartScores, ScoringWorker
@@ -112,6 +113,7 @@ class ScoringPool:
         per_node: int,
         max_restarts: int,
         support: Support | None = None,
+        caches: Mapping[str, CacheSettings] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> ScoringPool:
         """Start the workers, without waiting for them.
@@ -122,12 +124,13 @@ class ScoringPool:
             per_node: Number of workers on each node.
             max_restarts: Number of restarts that Ray may make of each worker.
             support: Ids of a row. None: the teacher's top k.
+            caches: Cache of each teacher that has one, by name.
             env: Environment variables of the workers.
         """
         nodes = dict(nodes)
         if any(spec.is_loopback for spec in specs.values()):
             nodes.setdefault(own_node(), "of the driver")
-        start_worker = partial(_start_worker, max_restarts=max_restarts, env=dict(env or {}))
+        start_worker = partial(_start_worker, caches=dict(caches or {}), max_restarts=max_restarts, env=dict(env or {}))
         pool = cls(specs, own_node(), start_worker, per_node=per_node, max_restarts=max_restarts, support=support)
         pool.start_on(nodes)
         return pool
@@ -256,6 +259,7 @@ class ScoringPool:
                 home=home,
                 n_scored=len(part.sampled_logps_T[position]),
                 sampled_logps_T=part.sampled_logps_T[position],
+                is_cached=part.is_cached[position],
             )
             for position, index in enumerate(indices)
         }
@@ -381,7 +385,13 @@ def _with_uid(error: TeacherError, uids: Sequence[int], indices: Sequence[int]) 
 
 
 def _start_worker(
-    specs: Mapping[str, ClientDescription], node_id: str, address: str, *, max_restarts: int, env: dict[str, str]
+    specs: Mapping[str, ClientDescription],
+    node_id: str,
+    address: str,
+    *,
+    caches: dict[str, CacheSettings],
+    max_restarts: int,
+    env: dict[str, str],
 ) -> ActorHandle:
     """Start a worker, and return its handle.
 
@@ -391,4 +401,4 @@ def _start_worker(
     on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
     remote: Any = ray.remote(ScoringWorker)
     options = dict(num_cpus=0, max_restarts=max_restarts, max_task_retries=-1, scheduling_strategy=on_node)
-    return remote.options(**options, runtime_env={"env_vars": env}).remote(dict(specs), address)
+    return remote.options(**options, runtime_env={"env_vars": env}).remote(dict(specs), address, caches)

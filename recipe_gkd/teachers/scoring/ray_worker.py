@@ -16,12 +16,13 @@ import ray
 
 from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
 from recipe_gkd.errors import ResourceError
+from recipe_gkd.teachers.cache.scores import CacheSettings, ScoreCache
 from recipe_gkd.teachers.scoring.checks import check_scores
 from recipe_gkd.teachers.scoring.clients import ClientDescription, ScoringClient
 from recipe_gkd.teachers.scoring.support import rows_of
 from teacher.common.machine_checks import SHARED_MEMORY
 from teacher.errors import TeacherChanged, TeacherError, TeacherTimeout, TeacherUnavailable
-from teacher.records import TeacherSequence
+from teacher.records import ScoredSequence, TeacherSequence
 
 Block = list[tuple[np.ndarray, np.ndarray]]
 """Log-probabilities [T, K] and ids [T, K] of each sequence of a part."""
@@ -34,11 +35,13 @@ class PartScores:
     Attributes:
         sampled_logps_T: Log-probabilities of the response tokens of each sequence, float32 [T] each.
         n_bytes: Memory of the top-k of each sequence, in bytes.
+        is_cached: True for each sequence whose scores are from ``teacher.cache_dir``.
         pid: Id of the process that sent the request.
     """
 
     sampled_logps_T: list[np.ndarray]
     n_bytes: list[int]
+    is_cached: list[bool]
     pid: int
 
 
@@ -51,15 +54,19 @@ class ScoringWorker:
     Args:
         specs: Client of each teacher, by name.
         node: Address of the node, for messages.
+        caches: Cache of each teacher that has one, by name.
     """
 
-    def __init__(self, specs: Mapping[str, ClientDescription], node: str) -> None:
+    def __init__(
+        self, specs: Mapping[str, ClientDescription], node: str, caches: Mapping[str, CacheSettings] | None = None
+    ) -> None:
         enable_stack_dumps()
         self._specs, self._node = dict(specs), node
         self._clients: dict[str, ScoringClient] = {}
         for name, spec in self._specs.items():
             same = next((other for other in self._clients if self._specs[other] == spec), None)
             self._clients[name] = spec.open() if same is None else self._clients[same]
+        self._caches = {name: ScoreCache(settings) for name, settings in (caches or {}).items()}
 
     async def setup(self, timeout_s: float) -> int:
         """Check that each teacher can be reached from this node and serves the expected model.
@@ -107,16 +114,25 @@ class ScoringWorker:
 
         An error of the teacher is a result, because Ray would report a raised error once for each of two results.
         """
-        client = self._clients[teacher]
-        future = client.submit(sequences, timeout_s, temperature=temperature, as_float32=False)
-        try:
+
+        async def send(sequences: Sequence[TeacherSequence]) -> list[ScoredSequence]:
+            client = self._clients[teacher]
+            future = client.submit(sequences, timeout_s, temperature=temperature, as_float32=False)
             scored = await asyncio.wrap_future(future)
             check_scores(teacher, sequences, scored)
+            return scored
+
+        cache, is_cached = self._caches.get(teacher), [False] * len(sequences)
+        try:
+            if cache is None:
+                scored = await send(sequences)
+            else:
+                scored, is_cached = await cache.scores(sequences, send)
         except TeacherError as error:
             return error, []
         block = [rows_of(sequence, result) for sequence, result in zip(sequences, scored, strict=True)]
         n_bytes = [logps_TK.nbytes + ids_TK.nbytes for logps_TK, ids_TK in block]
-        return PartScores([result.sampled_logps_T for result in scored], n_bytes, os.getpid()), block
+        return PartScores([result.sampled_logps_T for result in scored], n_bytes, is_cached, os.getpid()), block
 
     def shutdown(self) -> None:
         """Close all clients."""

@@ -9,6 +9,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.support import Support
 from recipe_gkd.ray_cluster.object_store import store_bytes, warn_if_small
 from recipe_gkd.runtime.worker_variables import worker_variables
+from recipe_gkd.teachers.cache.setup import cache_settings, n_ids_of
 from recipe_gkd.teachers.scoring.clients import ClientDescription
 from recipe_gkd.teachers.scoring.pool import ScoringPool
 from teacher.common.sizes import GIB
@@ -24,10 +25,16 @@ def start_scoring(config: Config, specs: Mapping[str, ClientDescription], nodes:
         specs: Client of each teacher, by name.
         nodes: Nodes of the actor pool: Ray's id -> address.
     """
+    caches = {
+        name: cache
+        for name, spec in specs.items()
+        if spec.model is not None and (cache := cache_settings(config, spec.model, n_ids_of(spec))) is not None
+    }
     return ScoringPool.start(
         specs,
         nodes,
         support=Support.of(config),
+        caches=caches,
         per_node=config.actor_rollout_ref.teacher.scoring_workers_per_node,
         max_restarts=config.trainer.max_worker_restarts,
         env=worker_variables({}, environment=os.environ, extra=config.ray_init.env_vars),

@@ -16,12 +16,10 @@ from teacher.client.http.scoring_api import ScoringApi
 from teacher.client.http.servers import Server, Servers
 from teacher.client.http.sglang_api import SglangApi
 from teacher.client.http.vllm_api import CompletionsApi, GenerateApi
+from teacher.common.probe import MAX_PROBE_DIFFERENCE, probe_difference, probe_sequence
 from teacher.errors import TeacherChanged, TeacherRequestError, TeacherSetupError
-from teacher.records import ScoredSequence, TeacherSequence
+from teacher.records import ScoredSequence
 
-PROBE_TOKENS = 16
-MAX_PROBE_DIFFERENCE = 0.05
-"""Largest difference of log-probabilities between servers of one model, whose batches and kernels differ."""
 _MASS_TOLERANCE = 1e-3
 
 
@@ -127,12 +125,6 @@ async def probe(
     )
 
 
-def probe_sequence(n_tokens: int, max_model_len: int) -> TeacherSequence:
-    """Return the probe: ids that are spread over the vocabulary."""
-    length = max(2, min(PROBE_TOKENS, max_model_len))
-    return TeacherSequence((np.arange(1, length + 1) * 7919 % n_tokens).astype(np.int32), 1)
-
-
 def check_same(reference_T: np.ndarray, found_T: np.ndarray, server: Server) -> None:
     """Compare the probe of a server with the reference.
 
@@ -143,7 +135,7 @@ def check_same(reference_T: np.ndarray, found_T: np.ndarray, server: Server) -> 
     Raises:
         TeacherChanged: The server has another model.
     """
-    difference = float(np.max(np.abs(reference_T - found_T), initial=0.0))
+    difference = probe_difference(reference_T, found_T)
     if not difference <= MAX_PROBE_DIFFERENCE:
         raise TeacherChanged(
             f"{server.endpoint.url} has another model than the teacher at the start: log-probabilities of a fixed "

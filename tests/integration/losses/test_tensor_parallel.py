@@ -46,7 +46,7 @@ def overlaps_on_rank(rank: int, world_size: int, port: int) -> list[list[float]]
 
 def custom_losses_on_rank(rank: int, world_size: int, port: int, gkds: list[GkdConfig]) -> list[custom_loss.Result]:
     with process_group(rank, world_size, port) as tp_group:
-        return [custom_loss.loss_and_gradients(gkd, tp_group) for gkd in gkds]
+        return [custom_loss.loss_and_gradients(gkd, tp_group=tp_group) for gkd in gkds]
 
 
 class TestTensorParallel:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from recipe_gkd.ray_cluster.worker_errors import unwrap
 from recipe_gkd.runtime import wait_log
 from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
 from recipe_gkd.runtime.wait_log import WaitLog
+from recipe_gkd.teachers.cache.scores import CacheSettings
+from recipe_gkd.teachers.cache.setup import cache_settings
 from recipe_gkd.teachers.scoring import pool as pool_module
 from recipe_gkd.teachers.scoring.fetch import with_top_k
 from recipe_gkd.teachers.scoring.homes import Homes
@@ -34,6 +37,7 @@ from teacher.client import ClientSpec, TeacherClient
 from teacher.errors import TeacherChanged, TeacherRequestError, TeacherTimeout
 from teacher.proxy import Proxy
 from teacher.records import TeacherSequence
+from tests._support.base_config import base_config
 from tests._support.errors import raises
 from tests._support.fake_teachers import REFUSED, K, OffsetEngine, fake_scores
 from tests._support.fake_worker import running_worker
@@ -57,10 +61,16 @@ def request(n: int, teacher: str = "a", sequences: Sequence[TeacherSequence] | N
 
 
 @contextmanager
-def scoring(specs: dict[str, ClientSpec], *, max_restarts: int = 2, per_node: int = 1) -> Iterator[ScoringPool]:
+def scoring(
+    specs: dict[str, ClientSpec],
+    *,
+    max_restarts: int = 2,
+    per_node: int = 1,
+    caches: dict[str, CacheSettings] | None = None,
+) -> Iterator[ScoringPool]:
     """Run scoring workers on this node. Limits of the tests begin after the start of the processes."""
     node = own_node()
-    pool = ScoringPool.start(specs, {node: "here"}, per_node=per_node, max_restarts=max_restarts)
+    pool = ScoringPool.start(specs, {node: "here"}, per_node=per_node, max_restarts=max_restarts, caches=caches)
     pool.homes = Homes((node,), (0,))
     try:
         ray.get([handle.__ray_ready__.remote() for handle in pool.group.handles], timeout=PATIENCE_S)
@@ -153,6 +163,20 @@ class TestResults:
             ) as pool,
         ):
             run(body)
+
+    def test_scores_of_the_cache_are_not_requested_again(
+        self, service: Proxy, engine: OffsetEngine, tmp_path: Path
+    ) -> None:
+        spec, asked = spec_of(service), request(4)
+        cache = cache_settings(base_config(f"actor_rollout_ref.teacher.cache_dir={tmp_path}"), spec.model, 0)
+        n_added = []
+        for is_known in (False, True):  # two runs
+            with scoring({"a": spec}, caches={"a": cache}) as pool:
+                found = asyncio.run(pool.scores(asked, PATIENCE_S))
+                assert [scores.is_cached for scores in found] == [is_known] * 4
+                assert_scored(found, asked.sequences)
+            n_added.append(sum(1 for _ in iter(lambda: engine.added.acquire(blocking=False), False)))
+        assert n_added == [1 + 4, 1]  # the probe and the request
 
     def test_scores_extended_to_a_longer_response_have_absent_rows(self, service: Proxy) -> None:
         async def body() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,10 +32,11 @@ KEY = "GATEWAY_TEST_KEY"
 def gateway(service: Service, *flags: str) -> Iterator[str]:
     """Run the command and yield the base URL."""
     command = [sys.executable, "-m", "teacher", "gateway", "--port", str(service.port), "--http-port", "0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {KEY: "secret"})
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {KEY: "secret"})
     try:
-        assert process.stdout is not None
-        yield process.stdout.readline().partition("/v1")[0]
+        assert process.stderr is not None
+        [address] = re.findall("serving (http://.+)/v1/completions", process.stderr.readline())
+        yield address
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 0
@@ -65,6 +67,14 @@ def test_response_has_the_format_of_vllm(service: Service, url: str) -> None:
             assert entries[token]["logprob"] == pytest.approx(float(scores.sampled_logps_T[row]), abs=1e-5)
             by_rank = {entry["rank"]: int(id_) for id_, entry in entries.items()}
             assert [by_rank[rank] for rank in range(1, TOP_K + 1)] == scores.topk_ids_TK[row, :TOP_K].tolist()
+
+
+def test_gateway_of_the_service_returns_the_same_response(service: Service, url: str) -> None:
+    body = {"prompt": [9, 8, 7, 95, 3], "prompt_logprobs": TOP_K}
+    [choice] = post(f"http://127.0.0.1:{service.openai_port}", body)["choices"]
+    [expected] = post(url, body)["choices"]
+    assert len(choice["prompt_logprobs"]) == 5
+    assert choice == expected
 
 
 @pytest.mark.parametrize("top_k", [1, TOP_K, VOCAB_SIZE])

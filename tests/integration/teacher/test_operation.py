@@ -10,7 +10,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,13 @@ def ports() -> dict[str, str]:
     return {name: str(free_port()) for name in names}
 
 
+def complete(port: str, ids: list[int]) -> dict[str, Any]:
+    body = json.dumps({"prompt": ids, "prompt_logprobs": 2}).encode()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/completions", body, timeout=PATIENCE_S) as response:
+        [choice] = json.load(response)["choices"]
+    return dict(choice)
+
+
 # --- scripts ---------------------------------------------------------------------------------------------------------
 
 
@@ -59,6 +68,7 @@ def test_scripts_secured_service_starts_joins_and_stops(python: Path, tmp_path: 
     copy = tmp_path / "another machine"
     shutil.copytree(tmp_path / "keys" / "clients" / "default", copy)
     setting = ports() | {"BIND": "0.0.0.0", "STALL_TIMEOUT_S": "20", "LOG_FORMAT": "json"}
+    setting["OPENAI_PORT"] = str(free_port())
     try:
         started = run_script("start_server.sh", python, **setting, AUTH_DIR=str(tmp_path / "keys"))
         assert started.returncode == 0, started.stderr
@@ -72,6 +82,10 @@ def test_scripts_secured_service_starts_joins_and_stops(python: Path, tmp_path: 
         assert len(json.loads(shown.stdout)["workers"]) == 2
         log = [json.loads(line) for line in (tmp_path / "run" / "proxy.log").read_text().splitlines()]
         assert sum("joined" in line["message"] for line in log) == 2
+        completion = complete(setting["OPENAI_PORT"], [5, 6, 7])
+        assert [len(entries or ()) for entries in completion["prompt_logprobs"]] == [0, 2, 2]
+        [line] = [json.loads(line) for line in (tmp_path / "run" / "gateway.log").read_text().splitlines()]
+        assert f"serving http://127.0.0.1:{setting['OPENAI_PORT']}/v1/completions" in line["message"]
         keyless = run_script("join_server.sh", python, **setting, RUN_DIR=str(tmp_path / "run3"), START_TIMEOUT_S="1")
         assert keyless.returncode == 1
     finally:
@@ -222,7 +236,7 @@ def test_end_with_parent_ends_process_with_its_parent(tmp_path: Path) -> None:
     assert orphan.returncode == 1 and "--end-with-parent 1: the parent process is" in orphan.stderr
 
 
-@pytest.mark.parametrize("command", ["proxy", "worker", "check", "status", "sleep", "wake", "keys"])
+@pytest.mark.parametrize("command", ["proxy", "worker", "check", "status", "sleep", "wake", "gateway", "keys"])
 def test_main_help_describes_each_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

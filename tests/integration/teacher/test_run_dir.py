@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -106,6 +107,40 @@ def test_pid_file_names_process_boot_and_host(interpreter: Path, tmp_path: Path)
     assert again.returncode == 1 and "are running already" in again.stderr
     assert run("stop_server.sh", interpreter, run_dir).returncode == 0
     assert processes_of(tmp_path) == [] and not list(run_dir.glob("*.pid"))
+
+
+def test_start_with_openai_port_starts_gateway_that_stop_ends(interpreter: Path, tmp_path: Path) -> None:
+    run_dir, port = tmp_path / "run", str(free_port())
+    started = run("start_server.sh", interpreter, run_dir, OPENAI_PORT=port)
+    assert started.returncode == 0, started.stderr
+    assert f"http://127.0.0.1:{port}/v1/completions" in started.stdout
+    assert {path.stem for path in run_dir.glob("*.pid")} == {"proxy", "gateway", "worker-0"}
+    assert (run_dir / "gateway.log").exists()
+    assert run("stop_server.sh", interpreter, run_dir).returncode == 0
+    assert processes_of(tmp_path) == [] and not list(run_dir.glob("*.pid"))
+
+
+def test_start_without_openai_port_starts_no_gateway(interpreter: Path, tmp_path: Path) -> None:
+    started = run("start_server.sh", interpreter, tmp_path / "run", OPENAI_PORT="")
+    names = {path.stem for path in (tmp_path / "run").glob("*.pid")}
+    assert run("stop_server.sh", interpreter, tmp_path / "run").returncode == 0
+    assert names == {"proxy", "worker-0"} and "/v1/completions" not in started.stdout
+
+
+def test_start_openai_port_in_use_is_refused_before_any_process(interpreter: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        refused = run("start_server.sh", interpreter, tmp_path / "run", OPENAI_PORT=str(port))
+    assert refused.returncode == 1 and processes_of(tmp_path) == [] and not (tmp_path / "run").exists()
+    assert f"port {port} of 127.0.0.1 is in use" in refused.stderr and "or set OPENAI_PORT" in refused.stderr
+
+
+def test_start_gateway_that_ends_is_named_with_its_log(interpreter: Path, tmp_path: Path) -> None:
+    text = interpreter.read_text()
+    interpreter.write_text(text.replace("while ((", '[[ $3 == gateway ]] && echo "no aiohttp" && exit 1\nwhile (('))
+    failed = run("start_server.sh", interpreter, tmp_path / "run", OPENAI_PORT=str(free_port()))
+    assert failed.returncode == 1 and processes_of(tmp_path) == []
+    assert "no aiohttp" in failed.stderr and "gateway ended while starting" in failed.stderr
 
 
 def test_default_run_dir_contains_host_name(interpreter: Path) -> None:

@@ -282,7 +282,7 @@ def test_stop_ends_only_own_hanging_worker(service: Service, client: TeacherClie
     finally:
         stopped = run_script("stop_server.sh", "--run-dir", str(tmp_path), "--stop-timeout-s", "1")
     assert stopped.returncode == 0 and "killing" in stopped.stderr
-    assert processes_of(tmp_path) == [] and len(processes_of(service.run_dir)) == 2
+    assert processes_of(tmp_path) == [] and len(processes_of(service.run_dir)) == 3
     wait_until(lambda: client.hello().n_workers == 1)
     assert len(client.submit(random_sequences([(8, 2)])).result()) == 1
     assert "nothing to stop" in run_script("stop_server.sh", "--run-dir", str(tmp_path)).stdout

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipe_gkd.commands.record import main as record
+from tests._support.base_config import CONFIG_NAME
 from tests._support.documented_metrics import is_documented
 from tests._support.ports import free_port
 from tests._support.repository import REPO
@@ -167,9 +169,12 @@ class TestSchedule:
 
     @pytest.mark.slow
     def test_two_sync_runs_have_bitwise_equal_metrics(self, start_run: StartRun, tmp_path: Path) -> None:
-        settings = ("trainer.scheduler=sync", "trainer.total_training_steps=3", "trainer.save_freq=-1")
+        """The second run has the teacher's scores from the cache of the first."""
+        cache = f"{TEACHER}.cache_dir={tmp_path}/cache"
+        settings = ("trainer.scheduler=sync", "trainer.total_training_steps=3", "trainer.save_freq=-1", cache)
         runs = [start_run(*settings, folder=tmp_path / name).finish() for name in ("first", "second")]
         assert [run.status for run in runs] == [0, 0]
+        assert [[line["teacher/cached_share"] for line in run.metrics] for run in runs] == [[0] * 3, [1] * 3]
         first, second = (
             [{name: value for name, value in line.items() if name.startswith(REPRODUCIBLE)} for line in run.metrics]
             for run in runs
@@ -196,6 +201,27 @@ class TestSupport:
         assert len(found["teacher"]) == 3 and found["teacher"][0][0] > 0.01
         for name in ("student", "union"):
             assert found[name] == [pytest.approx(line, rel=1e-3) for line in found["teacher"]]
+
+
+class TestColdStart:
+    @pytest.mark.slow  # tests/unit has the parts: batches, recordings, routing
+    def test_warm_up_on_recorded_scores_then_on_policy(
+        self, start_run: StartRun, settings: list[str], tmp_path: Path
+    ) -> None:
+        """The recording is of the run's own teacher, so the warm-up equals the one that the teacher scores."""
+        references = ("data.response_key=answer", "gkd.sft_target=teacher")
+        recording = tmp_path / "recording"
+        assert record(["--config-name", CONFIG_NAME, "--out", str(recording), *settings, *references]) == 0
+        run_settings = ("gkd.warmup_steps=2", "trainer.total_training_steps=4", "trainer.save_freq=-1", *references)
+        live = start_run(*run_settings, folder=tmp_path / "live").finish()
+        recorded = start_run(*run_settings, f"{TEACHER}.path={recording}", folder=tmp_path / "recorded").finish()
+        assert (live.status, recorded.status) == (0, 0), live.output + recorded.output
+        for run, cached in ((live, None), (recorded, [1, 1, 0, 0])):
+            assert [line["training/sft_share"] for line in run.metrics] == [1, 1, 0, 0]
+            if cached is not None:
+                assert [line["teacher/cached_share"] for line in run.metrics] == cached
+        for line, expected in zip(recorded.metrics[:2], live.metrics[:2], strict=True):
+            assert line["actor/kl_loss"] == pytest.approx(expected["actor/kl_loss"], rel=1e-4)
 
 
 class TestResume:

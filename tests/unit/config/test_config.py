@@ -256,6 +256,7 @@ class TestObjective:
         [
             (["gkd.distill_temperature=2"], ["gkd.distill_temperature"]),
             (["gkd.sft_share=0.5", "gkd.sft_target=teacher"], ["gkd.sft_target"]),
+            (["gkd.warmup_steps=5", "gkd.sft_target=teacher"], ["gkd.sft_target"]),
             ([f"{ROLLOUT}.temperature=0.7"], [f"{ROLLOUT}.{name}" for name in ("temperature", "top_p", "top_k")]),
             ([f"{ROLLOUT}.top_p=0.9"], [f"{ROLLOUT}.{name}" for name in ("temperature", "top_p", "top_k")]),
         ],
@@ -278,6 +279,12 @@ class TestObjective:
                 ("sft_share", "sft_target", "distill_loss_coef"),
             ),
             (["sft_share=0.5", "sft_loss_coef=0"], ("sft_share", "sft_loss_coef")),
+            (["warmup_steps=5", "sft_loss_coef=0"], ("warmup_steps", "sft_loss_coef")),
+            (
+                ["warmup_steps=5", "sft_target=teacher", "enable_teacher=false"],
+                ("warmup_steps", "sft_target", "enable_teacher"),
+            ),
+            (["warmup_steps=5", "distill_loss_coef=0"], ("distill_loss_coef", "use_rl_loss", "sft_share")),
             (["enable_teacher=false"], ("enable_teacher", "use_rl_loss", "sft_share")),
             (
                 ["sft_share=0.5", "sft_target=teacher", "enable_teacher=false"],
@@ -291,6 +298,12 @@ class TestObjective:
     def test_responses_without_loss_are_rejected(self, overrides: list[str], names: tuple[str, ...]) -> None:
         found = rejected_keys(*(f"gkd.{override}" for override in overrides))
         assert tuple(f"gkd.{name}" for name in names) in found
+
+    def test_recording_of_several_teachers_is_rejected(self) -> None:
+        teachers = [f"+{TEACHER}.teachers.{name}=h:1" for name in "ab"]
+        path, references = f"{TEACHER}.path=recording", ("gkd.warmup_steps=5", "gkd.sft_target=teacher")
+        assert (f"{TEACHER}.path", f"{TEACHER}.teachers") in rejected_keys(*teachers, path, *references)
+        base_config(path, *references)
 
     def test_group_baseline_with_one_response_is_rejected(self) -> None:
         assert rejected_keys("gkd.distill_loss_type=k1", "gkd.baseline=group") == [("gkd.baseline", f"{ROLLOUT}.n")]

@@ -21,6 +21,7 @@ from recipe_gkd.config.schema.unused import (
     NO_SCORING_WORKERS,
     NO_SERVICE,
     NO_SUPPORT_IDS,
+    RECORDED,
     UnusedWhen,
 )
 from recipe_gkd.config.unused_keys import unused_conditions, unused_key_problems
@@ -47,6 +48,8 @@ CONDITIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("gkd.distill_loss_type", "gkd.custom_loss.path"): (LOSS,),
     ("gkd.tail", "gkd.distill_loss_type"): ("gkd.distill_loss_type=k1",),
     ("gkd.sft_loss_coef", "gkd.sft_target"): ("gkd.sft_share=0.5", "gkd.sft_target=teacher"),
+    ("gkd.warmup_steps", "gkd.sft_share"): ("gkd.sft_share=1",),
+    (f"{TEACHER}.path", "gkd.sft_target"): ("gkd.sft_share=0.5",),
     (f"{ROLLOUT}.val_kwargs.top_p", f"{ROLLOUT}.val_kwargs.temperature"): VALIDATION,
     (f"{ROLLOUT}.top_p", f"{ROLLOUT}.temperature"): (f"{ROLLOUT}.temperature=0",),
     ("custom_reward_function.path", "custom_reward_function.on_training"): (
@@ -89,10 +92,14 @@ VALUES = {
     f"{TEACHER}.prompt_template": "seen",
     f"{TEACHER}.n_server_workers": "2",
     f"{TEACHER}.max_rows_gb": "1.5",
+    f"{TEACHER}.cache_dir": "scores",
+    f"{TEACHER}.path": "recording",
+    "gkd.warmup_steps": "5",
     f"{TEACHER}.top_k": "8",
     f"{TEACHER}.auth_dir": "keys",
     "gkd.max_loss_position": "8",
     "gkd.token_clip": "2.0",
+    "gkd.position_weights_key": "weight",
     "gkd.position_weights": f"{custom_losses.__file__}:share_of_response",
     "custom_reward_function.path": "reward.py",
     "custom_reward_function.kwargs": "{scale: 2}",
@@ -162,6 +169,7 @@ REFUSED_IF = {
     NO_MEGATRON: (f"{ACTOR}.strategy=fsdp",),
     NO_SERVICE: (f"{TEACHER}.backend=hf", f"{TEACHER}.model_path=x"),
     NO_SUPPORT_IDS: (f"{TEACHER}.backend=http", f"{TEACHER}.url=http://host:1"),
+    RECORDED: (f"{TEACHER}.backend=recorded", f"{TEACHER}.path=x", "gkd.sft_share=1", "gkd.sft_target=teacher"),
     NO_SCORING_WORKERS: (f"{TEACHER}.backend=hf", f"{TEACHER}.model_path=x"),
 }
 

@@ -62,10 +62,14 @@ def loader(
     return PromptLoader(data, settings(**values), n=n, epochs=epochs, max_steps=max_steps)
 
 
-def reference_loader(tmp_path: Path, rows: int, share: float, *, n: int = 2, **values: Any) -> PromptLoader:
+def reference_loader(
+    tmp_path: Path, rows: int, share: float, *, n: int = 2, warmup_steps: int = 0, **values: Any
+) -> PromptLoader:
     columns = {"prompt": [f"{i:03}" for i in range(rows)], "response": [f"response {i}" for i in range(rows)]}
     data = load(parquet(tmp_path, columns), with_references=True, **values)
-    return PromptLoader(data, settings(**values), n=n, epochs=2, max_steps=None, sft_share=share)
+    return PromptLoader(
+        data, settings(**values), n=n, epochs=2, max_steps=None, sft_share=share, warmup_steps=warmup_steps
+    )
 
 
 def uses_reference(prompts: PromptLoader, position: int = 0) -> list[bool]:
@@ -296,6 +300,25 @@ class TestReferences:
         assert counts[100] == int(share * 100 + 1e-9)
         for width in (1, 7, 30, 100):
             assert (np.abs(counts[width:] - counts[:-width] - share * width) < 1 + 1e-3).all()
+
+    @pytest.mark.parametrize("share", [0.0, 0.3])
+    def test_warm_up_steps_have_references_only(self, tmp_path: Path, share: float) -> None:
+        """The steps after it are those of a run without warm-up, and so is the order of the prompts."""
+        plain = list(reference_loader(tmp_path, 20, share, train_batch_size=4, n=1).batches(0, 0))
+        prompts = reference_loader(tmp_path, 20, share, train_batch_size=4, n=1, warmup_steps=3)
+        warm = list(prompts.batches(0, 0))
+        assert len(warm) == len(plain) == 10
+        for batch, reference in zip(warm, plain, strict=True):
+            assert [prompt.row for prompt in batch.prompts] == [prompt.row for prompt in reference.prompts]
+            used = [prompt.reference_ids is not None for prompt in batch.prompts]
+            expected = [prompt.reference_ids is not None for prompt in reference.prompts]
+            assert used == ([True] * 4 if batch.step < 3 else expected)
+        resumed = list(prompts.batches(8, 2))
+        assert [len(batch.prompts) for batch in resumed] == [4] * 8
+        assert [all(prompt.reference_ids is not None for prompt in batch.prompts) for batch in resumed[:2]] == [
+            True,
+            False,
+        ]
 
     def test_restart_keeps_positions(self, tmp_path: Path) -> None:
         prompts = reference_loader(tmp_path, 50, 0.3, train_batch_size=4)

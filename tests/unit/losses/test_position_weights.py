@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from recipe_gkd.actor.objective.loss_metrics import sum_names
+from recipe_gkd.data.weights import expanded
 from recipe_gkd.errors import ConfigError, CustomLossError
 from recipe_gkd.losses.position_weights import KEY, load_position_weights
 from tests._support.custom_loss_runs import (
@@ -20,6 +23,7 @@ from tests._support.custom_loss_runs import (
 )
 from tests._support.errors import raises
 
+WEIGHTS = [None, np.array([0.25], np.float32), np.array([3.0, 0.0, 0.5], np.float32)]
 SHARE = f"{KEY}={PATH}:share_of_response"
 
 
@@ -44,6 +48,33 @@ class TestLoss:
         assert found["actor/kl_loss"] == pytest.approx(expected["actor/kl_loss"], rel=1e-12)
         mean = weights_T.sum() / batch.has_teacher_T.sum()
         assert found["actor/position_weight"] == pytest.approx(float(mean), rel=1e-6)
+
+
+class TestColumn:
+    @pytest.mark.parametrize("with_function", [False, True])
+    def test_tokens_are_multiplied_by_the_weights_of_their_row(self, with_function: bool) -> None:
+        function = [SHARE] if with_function else []
+        samples = [
+            replace(sample, prompt=replace(sample.prompt, weights=WEIGHTS[number % len(WEIGHTS)]))
+            for number, sample in enumerate(scored_samples())
+        ]
+        found_T, found, _ = loss_and_gradients(gkd_config(f"{KEY}_key=weight", *function), samples)
+        plain_T, expected, _ = loss_and_gradients(gkd_config(*function), samples)
+        weights_T = torch.cat(
+            [torch.from_numpy(expanded(sample.prompt.weights, len(sample.response.ids))) for sample in samples]
+        )
+        assert len(weights_T.unique()) > 3 and (found_T != plain_T).any()
+        torch.testing.assert_close(found_T, plain_T * weights_T, rtol=1e-6, atol=1e-9)
+        assert found["actor/kl_loss"] == expected["actor/kl_loss"]
+        batch = make_batch(samples)
+        own_T = weights_T[batch.has_teacher_T]
+        if not with_function:
+            assert found["actor/position_weight"] == pytest.approx(float(own_T.mean()), rel=1e-6)
+
+    def test_column_is_ignored_without_the_key(self) -> None:
+        weighted = [replace(sample, prompt=replace(sample.prompt, weights=WEIGHTS[1])) for sample in scored_samples()]
+        losses = [loss_and_gradients(gkd_config(), samples)[0] for samples in (weighted, scored_samples())]
+        assert torch.equal(*losses) and "actor/position_weight" not in loss_and_gradients(gkd_config(), weighted)[1]
 
 
 class TestChecks:

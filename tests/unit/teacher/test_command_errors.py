@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -53,6 +54,14 @@ def test_proxy_port_in_use_error_names_remedy(capsys: pytest.CaptureFixture[str]
         "stop the process that uses the port (teacher/stop_server.sh), or choose another with PROXY_FRONTEND_PORT"
         in stderr
     )
+
+
+def test_gateway_port_in_use_error_names_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        stderr = fail_command(["gateway", "--http-port", str(port)], capsys)
+    assert stderr.startswith(f"teacher gateway: cannot listen on 127.0.0.1:{port}: Address already in use")
+    assert "stop the process that uses the port, or choose another with --http-port (OPENAI_PORT)" in stderr
 
 
 def test_proxy_foreign_address_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -177,7 +186,7 @@ class Engine(FakeEngine):
         time.sleep(3600)
 
 service.load_engine = lambda *_: Engine()
-service._touch = lambda _: print("registered", flush=True)
+service.write_ready_file = lambda _: print("registered", flush=True)
 sys.exit(main(["worker", "--ckpt-path", "none", "--backend-port", sys.argv[1]]))
 """
     with running_proxy() as proxy:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ import pytest
 
 from recipe_gkd.config import Config
 from recipe_gkd.data.rows import DataSet
-from recipe_gkd.data.samples import Prompt, Response, Sample
+from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.errors import DataError
 from recipe_gkd.teachers import failure_policy
+from recipe_gkd.teachers.recorded.layout import RecordingSource
+from recipe_gkd.teachers.recorded.writer import RecordingWriter
 from recipe_gkd.teachers.router import Teachers, length_of_union, open_teachers
 from recipe_gkd.teachers.routes import Routes, read_routes
 from recipe_gkd.teachers.scoring import support as scoring_support
@@ -35,7 +38,7 @@ from teacher.wire.limits import LIMITS
 from tests._support.base_config import base_config
 from tests._support.data_sets import data_set_of
 from tests._support.errors import raises
-from tests._support.fake_teachers import REFUSED, fake_scores, is_scored_by, pair, service
+from tests._support.fake_teachers import REFUSED, K, fake_scores, is_scored_by, pair, service
 from tests._support.fake_worker import INFO, FakeEngine, expected_scores, running_worker
 from tests._support.ports import free_port
 from tests._support.teacher_service import running_proxy
@@ -44,6 +47,30 @@ from tests._support.waiting import wait_until_async
 TEACHER = "actor_rollout_ref.teacher"
 OFFSETS = {"math": 0, "code": 50}
 ROUTES = Routes(("default",))
+
+
+COUNTING_BACKEND = """
+from concurrent.futures import Future
+from teacher import TeacherInfo
+from tests._support.fake_teachers import fake_scores
+from tests._support.fake_worker import INFO
+
+class Counting:
+    def __init__(self, teacher):
+        self.n_scored = 0
+
+    def hello(self, timeout_s):
+        return TeacherInfo(**vars(INFO), protocol_version=1, n_workers=1)
+
+    def submit(self, sequences, timeout_s=None, *, temperature=1.0):
+        self.n_scored += len(sequences)
+        future = Future()
+        future.set_result([fake_scores(sequence, 0) for sequence in sequences])
+        return future
+
+    def close(self):
+        pass
+"""
 
 
 def configured(*overrides: str) -> Config:
@@ -92,6 +119,50 @@ def test_teachers_route_key_selects_teacher_of_each_sample() -> None:
         assert metrics[f"teacher/{name}/token_share"] == pytest.approx(count / sum(tokens.values()))
         assert 0 < metrics[f"teacher/{name}/seconds"] < 30
     assert metrics["teacher/skipped_samples"] == metrics["teacher/skipped_samples_total"] == 0
+
+
+def test_cache_dir_keeps_the_scores_of_a_backend_of_the_driver(tmp_path: Path) -> None:
+    """A class of the user is asked once for each response, in two runs."""
+    source = tmp_path / "counting.py"
+    source.write_text(COUNTING_BACKEND)
+    config = configured(f"backend={source}:Counting", f"cache_dir={tmp_path}/cache")
+    found = []
+    for _ in range(2):
+        with open_teachers(config, ROUTES) as teachers:
+            samples = asyncio.run(teachers.score([pair(uid) for uid in range(5)], step=0))
+            assert all(is_scored_by(0, sample) for sample in samples)
+            metrics = teachers.step_metrics(samples, 0, before=0)
+            found.append((metrics["teacher/cached_share"], teachers.clients["default"]._backend.n_scored))  # type: ignore[attr-defined]
+    assert found == [(0, 1 + 5), (1, 1)]  # with the probe
+
+
+def test_recorded_references_are_not_sent_to_the_teacher(tmp_path: Path) -> None:
+    pairs = [pair(uid, reference=uid % 2 == 0) for uid in range(6)]
+    recorded = [recorded_sample(*each, offset=7) for each in pairs if each[0].reference_ids is not None]
+    source = RecordingSource(
+        **{name: getattr(INFO, name) for name in ("model_name", "vocab_size", "n_tokens", "tokenizer_fingerprint")},
+        **dict(engine="e", max_model_len=99, eos_token_ids=(1,), temperature=1.0, top_k=K, dtype="float32"),
+        **dict(prompts="", references="", teacher_prompts="", n_responses=len(recorded)),
+    )
+    RecordingWriter(tmp_path / "recording", source).write(recorded)
+    settings = ("gkd.sft_share=0.5", "gkd.sft_target=teacher", f"path={tmp_path}/recording", f"top_k={K}")
+    with service(0) as port, open_teachers(configured(f"server_port={port}", *settings), ROUTES) as teachers:
+        assert list(teachers.sources) == ["default", "recording"]
+        samples = asyncio.run(teachers.score(pairs, step=0))
+        metrics = teachers.step_metrics(samples, 0, before=0)
+        unknown = pair(6, tokens=(1, 2, 3), reference=True)
+        with raises(TeacherRequestError, options=(f"{TEACHER}.path",)):
+            asyncio.run(teachers.score([unknown], step=1))
+    assert uids(samples) == list(range(6))
+    assert all(is_scored_by(7 if sample.is_reference else 0, sample) for sample in samples)
+    assert metrics["teacher/cached_share"] == 0.5
+
+
+def recorded_sample(prompt: Prompt, response: Response, offset: int) -> Sample:
+    ids = np.concatenate([prompt.ids, response.ids])
+    scored = fake_scores(TeacherSequence(ids, len(prompt.ids)), offset)
+    rows = TeacherTopK(logps_TK=scored.topk_logps_TK, ids_TK=scored.topk_ids_TK, sampled_logps_T=scored.sampled_logps_T)
+    return Sample(prompt=prompt, response=response, teacher=rows)
 
 
 def test_open_teachers_skips_unused_and_shares_clients_by_address(
