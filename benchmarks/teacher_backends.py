@@ -6,6 +6,7 @@
     gateway  the same service behind `python -m teacher gateway`, `HttpTeacherClient`
     http     a server of vLLM (vllm.entrypoints.openai.api_server), `HttpTeacherClient`
     hf       a transformers model in this process, `HfTeacher`
+    cache    scores of the service that ``teacher.cache_dir`` has, `ScoreCache`
 
 The model is a tiny random Qwen2, so that the cost of the way dominates. A round measures each backend once; figures are
 medians over the rounds. `client cpu` is the CPU time of this process, in which results are decoded: a training has it
@@ -15,6 +16,7 @@ in its scoring workers, or, with `hf`, in its driver.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import signal
@@ -25,16 +27,19 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from teacher_processes import START_TIMEOUT_S, TIMEOUT_S, Service, free_port
 from teacher_service import MAX_MODEL_LEN, Case, make_model
 
+from recipe_gkd.teachers.cache.scores import CacheSettings, ScoreCache
 from recipe_gkd.teachers.hf_teacher import HfTeacher
-from teacher import TeacherClient
+from teacher import ScoredSequence, TeacherClient, TeacherSequence
 from teacher.client.http import Endpoint, HttpClientSpec
 
 VOCABULARY = 512
@@ -71,6 +76,40 @@ def _answers(url: str) -> bool:
     return False
 
 
+class CacheClient:
+    """Client of a cache, into which `prepare` brings the scores of sequences."""
+
+    def __init__(self, teacher: TeacherClient, folder: Path, k: int) -> None:
+        info = replace(teacher.hello(TIMEOUT_S), last_tokens=())
+        settings = dict(top_k=k, wire_dtype="float32", temperature=1.0, n_ids=0)
+        self._cache = ScoreCache(CacheSettings(info=info, folder=folder, max_bytes=1 << 32, **settings))
+        self._teacher = teacher
+
+    def hello(self, timeout_s: float) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def prepare(self, sequences: Sequence[TeacherSequence]) -> None:
+        """Score the sequences."""
+
+        async def send(missing: Sequence[TeacherSequence]) -> list[ScoredSequence]:
+            return await asyncio.wrap_future(self._teacher.submit(missing, TIMEOUT_S))
+
+        asyncio.run(self._cache.scores(sequences, send))
+
+    def submit(self, sequences: Sequence[TeacherSequence], timeout_s: float) -> Future[list[ScoredSequence]]:
+        """Return the scores of sequences that were prepared."""
+
+        async def send(missing: Sequence[TeacherSequence]) -> list[ScoredSequence]:
+            raise AssertionError(f"{len(missing)} sequences are not in the cache")
+
+        scored: Future[list[ScoredSequence]] = Future()
+        scored.set_result(asyncio.run(self._cache.scores(sequences, send))[0])
+        return scored
+
+
 @contextmanager
 def backends(model: Path, folder: Path, ks: list[int]) -> Iterator[Mapping[str, dict[int, Any]]]:
     """Start all servers and yield the clients by backend and k."""
@@ -84,9 +123,10 @@ def backends(model: Path, folder: Path, ks: list[int]) -> Iterator[Mapping[str, 
         service.start()
         stack.enter_context(process(of_gateway, f"{urls['gateway']}/health"))
         stack.enter_context(process(vllm, f"{urls['http']}/health"))
-        clients: dict[str, dict[int, Any]] = {"zmq": {}, "gateway": {}, "http": {}, "hf": {}}
+        clients: dict[str, dict[int, Any]] = {"zmq": {}, "gateway": {}, "http": {}, "hf": {}, "cache": {}}
         for k in ks:
             clients["zmq"][k] = TeacherClient(server_port=service.port, timeout_s=TIMEOUT_S, top_k=k)
+            clients["cache"][k] = CacheClient(clients["zmq"][k], folder / "cache", k)
             clients["hf"][k] = HfTeacher(str(model), top_k=k, device="cpu")
             for name, url in urls.items():
                 spec = HttpClientSpec((Endpoint(url),), str(model), requires_same_tokenizer=False, top_k=k)
@@ -104,8 +144,10 @@ def measure(clients: Mapping[str, dict[int, Any]], case: Case, rounds: int) -> d
     for number in range(-1, rounds):  # the first round is a warm-up
         sequences = case.make(number + 1)
         for name, of_backend in clients.items():
+            if isinstance(client := of_backend[case.k], CacheClient):
+                client.prepare(sequences)
             began, cpu_began = time.perf_counter(), time.process_time()
-            of_backend[case.k].submit(sequences, TIMEOUT_S).result(TIMEOUT_S)
+            client.submit(sequences, TIMEOUT_S).result(TIMEOUT_S)
             elapsed = time.perf_counter() - began, time.process_time() - cpu_began
             if number >= 0:
                 found[name].append(elapsed)

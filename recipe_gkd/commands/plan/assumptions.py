@@ -54,6 +54,9 @@ SCORING_WORKER_GB_PER_S = 0.7
 Measured on two CPU cores that all processes shared (docs/performance.md, section "Scale"), so a lower bound.
 """
 
+RECORDED_TOKEN_S = 21e-6
+"""Time in which the driver reads a token's scores from a recording, in seconds. Measured on a CPU core."""
+
 NETWORK_GB_PER_S = 25.0
 """Rate of a weight sync or of the teacher's rows between nodes, in GB/s. Estimate: one port of 200 Gbit/s."""
 
@@ -84,7 +87,8 @@ class Assumption:
     Attributes:
         name: Name of the constant in this module.
         text: Meaning and unit.
-        is_measured: True if the value was measured on :data:`REFERENCE_DEVICE` or, for scoring workers, on a CPU.
+        is_measured: True if the value was measured on :data:`REFERENCE_DEVICE` or, for scoring workers and recordings,
+            on a CPU.
     """
 
     name: str
@@ -93,12 +97,13 @@ class Assumption:
     is_measured: bool
 
 
-def list_assumptions(backend: str, transport: str) -> list[Assumption]:
+def list_assumptions(backend: str, transport: str, *, reads_recording: bool = False) -> list[Assumption]:
     """Return the assumptions that a prediction uses.
 
     Args:
         backend: ``"megatron"`` or ``"fsdp"``.
         transport: ``"ipc"``, ``"node"`` (NCCL within a node) or ``"network"``.
+        reads_recording: True if scores are read from a recording.
     """
     rows: list[tuple[str, float, str, bool]] = [
         ("TRAINING_FRACTION", TRAINING_FRACTION[backend], f"of the peak rate in updates ({backend}, H200)", True),
@@ -119,6 +124,8 @@ def list_assumptions(backend: str, transport: str) -> list[Assumption]:
         ("NETWORK_GB_PER_S", NETWORK_GB_PER_S, "GB/s between nodes", False),
         ("HOST_GB_PER_S", HOST_GB_PER_S, "GB/s between host and device, for offloaded states", False),
     ]
+    if reads_recording:
+        rows += [("RECORDED_TOKEN_S", RECORDED_TOKEN_S, "s per token whose scores are read (1 CPU core)", True)]
     if transport == "ipc":
         rows += [
             ("IPC_GB_PER_S", IPC_GB_PER_S, "GB/s of CUDA IPC for large buckets", True),

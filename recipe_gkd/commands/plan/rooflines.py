@@ -80,7 +80,7 @@ class GenerationSeconds:
         prefill: Forward pass over the prompts.
         decode: Decoding with a constant number of responses in flight.
         stragglers: Time by which the longest response ends later.
-        in_flight: Number of responses in flight.
+        in_flight: Number of responses in flight. 0 if no response is sampled.
         decode_bound: ``"memory"`` or ``"compute"``: what bounds a decoding step.
     """
 
@@ -109,6 +109,8 @@ def generation_seconds(workload: Workload, engine: Engine, device: DeviceRates) 
         device: Rates of one GPU.
     """
     dims, n = engine.dims, workload.n_responses
+    if not n:
+        return GenerationSeconds(prefill=0.0, decode=0.0, stragglers=0.0, in_flight=0, decode_bound="memory")
     in_flight = max(1, min(n, engine.max_in_flight))
     context = workload.prompt_tokens + workload.response_tokens // 2
     memory_s, compute_s = decode_step_seconds(engine, device, in_flight, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
 from recipe_gkd.actor.megatron.model_dims import FAMILIES, read_model_dims
@@ -12,6 +12,7 @@ from recipe_gkd.actor.student_dims import StudentDims, read_config_json
 from recipe_gkd.commands.plan import assumptions as assumed
 from recipe_gkd.commands.plan.assumptions import Assumption, list_assumptions
 from recipe_gkd.commands.plan.estimate import RunEstimate
+from recipe_gkd.commands.plan.responses import ResponseCounts
 from recipe_gkd.commands.plan.rooflines import (
     DeviceRates,
     Engine,
@@ -79,7 +80,9 @@ class TimingEstimate:
         workload: Responses of a step.
         n_actor_gpus: Number of actor ranks.
         generation: Times of the engine with the most responses.
-        teacher: Parts of the teacher's time: ``forward``, ``top-k``, and ``wire``, which overlaps with both.
+        n_teacher_gpus: Number of GPUs of the teacher, 0 if it scores no response.
+        teacher: Parts of the teacher's time: ``forward``, ``top-k``, ``wire``, which overlaps with both, and ``read``,
+            the scores of a recording.
         update: Parts of the update: ``passes``, ``optimizer``, ``offload``.
         update_mfu: Model FLOPs of the update over its time and the peak rate.
         transport: ``"ipc"``, ``"node"`` or ``"network"``.
@@ -104,13 +107,14 @@ class TimingEstimate:
 
 
 def estimate_timing(
-    config: Config, estimate: RunEstimate, teacher: TeacherSetup, device_name: str | None
+    config: Config, estimate: RunEstimate, teacher: TeacherSetup | None, device_name: str | None
 ) -> TimingEstimate:
     """Return the predicted times of a run on GPUs.
 
     Args:
         config: Configuration of the run, whose model path is a folder.
         estimate: Figures of the same run.
+        teacher: Teacher of the run, None if it scores no response.
         device_name: Name of the GPU as torch reports it; None for the GPU of this machine.
 
     Raises:
@@ -123,14 +127,18 @@ def estimate_timing(
     name = device_name or _gpu_name()
     settings = config.actor_rollout_ref
     dims = read_student_dims(settings.model.path, config)
-    for model in (dims, teacher.dims):
+    for model in (dims, teacher.dims if teacher is not None else dims):
         ensure_flops_known(model, config)
-    device, workload = device_rates(name, settings.actor.dtype), mean_workload(config)
-    generation, n_engines = _generation(config, estimate, dims, workload, name)
-    forward_s, top_k_s = scoring_seconds(workload, teacher.dims, device_rates(name, "bfloat16"), teacher.n_gpus)
-    scoring = {"forward": forward_s, "top-k": top_k_s, "wire": _wire_seconds(config, estimate, workload)}
+    device, workload, counts = (
+        device_rates(name, settings.actor.dtype),
+        mean_workload(config),
+        ResponseCounts.of(config),
+    )
+    generation, n_engines = _generation(config, estimate, dims, replace(workload, n_responses=counts.sampled), name)
+    scoring = _teacher_seconds(config, estimate, workload, teacher, name)
     update, n_ranks = update_parts(config, dims, workload, device), n_actor_ranks(config)
-    update_s, teacher_s = sum(update.values()), max(forward_s + top_k_s, scoring["wire"])
+    update_s, teacher_s = sum(update.values()), max(scoring["forward"] + scoring["top-k"], scoring["wire"])
+    teacher_s = max(teacher_s, scoring["read"])  # the driver reads while the teacher scores
     transport = _transport(config)
     stages = StageSeconds(
         generate=generation.work,
@@ -144,7 +152,7 @@ def estimate_timing(
         device=device,
         workload=workload,
         n_engines=n_engines,
-        n_teacher_gpus=teacher.n_gpus,
+        n_teacher_gpus=0 if teacher is None else teacher.n_gpus,
         n_actor_gpus=n_ranks,
         generation=generation,
         teacher=scoring,
@@ -153,12 +161,12 @@ def estimate_timing(
         transport=transport,
         stages=stages,
         schedules=_schedules(config, stages, workload),
-        assumptions=list_assumptions(settings.actor.strategy, transport),
+        assumptions=list_assumptions(settings.actor.strategy, transport, reads_recording=counts.recorded > 0),
     )
 
 
-def read_teacher(config: Config, folder: str | None, n_gpus: int | None) -> TeacherSetup:
-    """Return the teacher of a prediction.
+def read_teacher(config: Config, folder: str | None, n_gpus: int | None) -> TeacherSetup | None:
+    """Return the teacher of a prediction, None if it scores no response.
 
     Args:
         folder: Folder or hub name of the teacher, of which ``config.json`` is read; None for
@@ -169,6 +177,8 @@ def read_teacher(config: Config, folder: str | None, n_gpus: int | None) -> Teac
         ConfigError: No folder was given.
         ModelError: Its ``config.json`` cannot be read or is not supported.
     """
+    if not ResponseCounts.of(config).scored:
+        return None
     settings = config.actor_rollout_ref.teacher
     key = "--teacher-model" if folder else "actor_rollout_ref.teacher.model_path"
     given = folder or settings.model_path
@@ -207,9 +217,9 @@ def mean_workload(config: Config) -> Workload:
 
     The spread of the lengths is left out, so attention, whose cost is quadratic in the length, is underestimated.
     """
-    data = config.data
+    data, counts = config.data, ResponseCounts.of(config)
     return Workload(
-        n_responses=data.train_batch_size * config.actor_rollout_ref.rollout.n,
+        n_responses=counts.sampled + counts.references,
         prompt_tokens=math.ceil(data.max_prompt_length * assumed.MEAN_PROMPT_FRACTION),
         response_tokens=math.ceil(data.max_response_length * assumed.MEAN_RESPONSE_FRACTION),
         longest_response=data.max_response_length,
@@ -262,13 +272,23 @@ def _generation(
         n_gpus=rollout.tensor_model_parallel_size,
         max_in_flight=limit,
     )
-    share = Workload(
-        n_responses=math.ceil(workload.n_responses / n_engines),
-        prompt_tokens=workload.prompt_tokens,
-        response_tokens=workload.response_tokens,
-        longest_response=workload.longest_response,
-    )
+    share = replace(workload, n_responses=math.ceil(workload.n_responses / n_engines))
     return generation_seconds(share, engine, device_rates(device_name, rollout.dtype)), n_engines
+
+
+def _teacher_seconds(
+    config: Config, estimate: RunEstimate, workload: Workload, teacher: TeacherSetup | None, device_name: str
+) -> dict[str, float]:
+    """Return the parts of the teacher's time."""
+    counts = ResponseCounts.of(config)
+    parts = {"forward": 0.0, "top-k": 0.0, "wire": 0.0, "read": 0.0}
+    parts["read"] = counts.recorded * workload.response_tokens * assumed.RECORDED_TOKEN_S
+    if teacher is not None:
+        scored = replace(workload, n_responses=counts.scored)
+        rates = device_rates(device_name, "bfloat16")
+        parts["forward"], parts["top-k"] = scoring_seconds(scored, teacher.dims, rates, teacher.n_gpus)
+        parts["wire"] = _wire_seconds(config, estimate, workload) * counts.scored / workload.n_responses
+    return parts
 
 
 def _wire_seconds(config: Config, estimate: RunEstimate, workload: Workload) -> float:

@@ -24,11 +24,17 @@ def _stage_lines(timing: TimingEstimate) -> Iterator[str]:
     )
     parts = {"prefill": generation.prefill, "decode": generation.decode, "stragglers": generation.stragglers}
     engines = _number(timing.n_engines, "engine")
-    yield _stage("generation", stages.latency, parts) + (
-        f"; {engines}, {generation.in_flight} in flight each, decoding bound by {generation.decode_bound}"
-    )
-    teacher_gpus = _number(timing.n_teacher_gpus, "GPU")
-    yield _stage("teacher", stages.teacher, timing.teacher) + f"; {teacher_gpus}, wire overlaps"
+    if generation.in_flight:
+        yield _stage("generation", stages.latency, parts) + (
+            f"; {engines}, {generation.in_flight} in flight each, decoding bound by {generation.decode_bound}"
+        )
+    else:
+        yield "  generation: none, all responses are reference responses"
+    if timing.n_teacher_gpus:
+        teacher_gpus = _number(timing.n_teacher_gpus, "GPU")
+        yield _stage("teacher", stages.teacher, timing.teacher) + f"; {teacher_gpus}, wire overlaps"
+    else:
+        yield _stage("recorded scores", stages.teacher, timing.teacher) if stages.teacher else "  teacher: none"
     actor_gpus = _number(timing.n_actor_gpus, "GPU")
     yield _stage("update", stages.update, timing.update) + f"; {actor_gpus}, MFU {100 * timing.update_mfu:.1f} %"
     yield f"  weight sync: {stages.sync:.3f} s over {_TRANSPORTS[timing.transport]}"

@@ -32,6 +32,7 @@ from recipe_gkd.commands.plan.timing import (
     read_teacher,
     sync_seconds,
 )
+from recipe_gkd.commands.plan.timing_text import timing_text
 from recipe_gkd.commands.plan.update_timing import update_parts
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError
@@ -100,9 +101,10 @@ def config_of(student: Path, *overrides: str) -> Config:
     return base_config(f"actor_rollout_ref.model.path={student}", *overrides)
 
 
-def predict(config: Config, teacher: Path, n_teacher_gpus: int = 1) -> TimingEstimate:
+def predict(config: Config, teacher: Path | None, n_teacher_gpus: int = 1) -> TimingEstimate:
     estimate = estimate_run(config, "cuda", 80 * GIB)
-    return estimate_timing(config, estimate, read_teacher(config, str(teacher), n_teacher_gpus), H100)
+    folder = None if teacher is None else str(teacher)
+    return estimate_timing(config, estimate, read_teacher(config, folder, n_teacher_gpus), H100)
 
 
 class TestUpdate:
@@ -272,6 +274,32 @@ class TestEstimateTiming:
     def test_slow_wire_bounds_the_teacher(self, student: Path, teacher: Path) -> None:
         timing = predict(config_of(student), teacher, n_teacher_gpus=1000)
         assert timing.stages.teacher == timing.teacher["wire"]
+
+    def test_reference_responses_are_not_generated(self, student: Path, teacher: Path) -> None:
+        """Half of 512 prompts are references, which come once; the other half is sampled 4 times."""
+        n = ("actor_rollout_ref.rollout.n=4", "gkd.sft_target=teacher", "data.train_batch_size=512")
+        sampled, half, no = (
+            predict(config_of(student, *n, f"gkd.sft_share={share}"), teacher) for share in (0, 0.5, 1)
+        )
+        assert [timing.workload.n_responses for timing in (sampled, half, no)] == [2048, 256 + 1024, 512]
+        assert half.generation.prefill == pytest.approx(sampled.generation.prefill / 2)
+        assert no.stages.generate == no.stages.latency == 0 and no.generation.in_flight == 0
+        assert half.teacher["forward"] == pytest.approx(sampled.teacher["forward"] * (256 + 1024) / 2048)
+        assert no.update["passes"] == pytest.approx(sampled.update["passes"] / 4)
+
+    @pytest.mark.parametrize("is_live", [True, False])
+    def test_recorded_scores_are_read_and_not_computed(self, student: Path, teacher: Path, is_live: bool) -> None:
+        live = ("gkd.sft_share=0.5",)
+        recorded = ("actor_rollout_ref.teacher.backend=recorded", "gkd.sft_share=1")
+        source = ("actor_rollout_ref.teacher.path=scores", "gkd.sft_target=teacher", *(live if is_live else recorded))
+        timing = predict(config_of(student, "data.train_batch_size=512", *source), teacher if is_live else None)
+        tokens = timing.workload.response_tokens * 512 * (0.5 if is_live else 1)
+        assert timing.teacher["read"] == pytest.approx(tokens * assumed.RECORDED_TOKEN_S)
+        assert (timing.n_teacher_gpus > 0) == (timing.teacher["forward"] > 0) == (timing.teacher["wire"] > 0) == is_live
+        assert timing.stages.teacher >= timing.teacher["read"]
+        assert "RECORDED_TOKEN_S" in {each.name for each in timing.assumptions}
+        text = timing_text(timing)
+        assert ("recorded scores: " in text) == ("generation: none" in text) == (not is_live)
 
     def test_mfu_on_h100_is_below_the_fraction_of_h200(self, student: Path, teacher: Path) -> None:
         assert 0.4 < predict(config_of(student), teacher).update_mfu < assumed.TRAINING_FRACTION["megatron"]
