@@ -48,6 +48,7 @@ from recipe_gkd.rollout.environment import worker_environment as rollout_environ
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup, run_to_end
 from recipe_gkd.runtime.worker_variables import worker_variables
+from recipe_gkd.teachers.cache.scores import CacheSettings
 from recipe_gkd.teachers.scoring.clients import ClientDescription
 from recipe_gkd.teachers.scoring.homes import Homes
 from recipe_gkd.teachers.scoring.pool import ScoringPool
@@ -71,6 +72,7 @@ async def start_cluster(
     stop_token_ids: Sequence[int],
     n_tokens: int | None,
     teacher_specs: Mapping[str, ClientDescription] | None = None,
+    caches: Mapping[str, CacheSettings] | None = None,
 ) -> AsyncIterator[Cluster]:
     """Reserve the pools, start all workers and connect them. End all their processes when the body ends.
 
@@ -82,6 +84,7 @@ async def start_cluster(
         stop_token_ids: Ids at which the teachers end a turn. Responses end there too.
         n_tokens: Number of ids of the student's tokenizer. No worker samples the others. None if there are no others.
         teacher_specs: Client of each teacher by name, for the scoring workers. None: no scoring workers.
+        caches: Cache of each teacher that has one, by name.
 
     Raises:
         ConfigError: Actor and rollout engines cannot share CUDA devices as configured. No worker was started.
@@ -98,7 +101,7 @@ async def start_cluster(
     await start.reserve_pools()
     phase = "start of the workers"
     try:
-        await start.start_processes(teacher_specs)
+        await start.start_processes(teacher_specs, caches or {})
         cluster = await start.connect()
         phase = "training"
         yield cluster
@@ -154,12 +157,14 @@ class _ClusterStart:
             self._release_pools()
             raise
 
-    async def start_processes(self, teacher_specs: Mapping[str, ClientDescription] | None) -> None:
+    async def start_processes(
+        self, teacher_specs: Mapping[str, ClientDescription] | None, caches: Mapping[str, CacheSettings]
+    ) -> None:
         """Start the processes of all workers, without waiting for them."""
         actor_pool, rollout_pool = self._pools
         self._actors.handles = [self._start_actor(rank) for rank in range(actor_pool.spec.n_workers)]
         if teacher_specs:
-            self._scoring = start_scoring(self._config, teacher_specs, actor_pool.nodes())
+            self._scoring = start_scoring(self._config, teacher_specs, caches, actor_pool.nodes())
         n_rollouts = rollout_pool.spec.n_workers
         if rollout_pool.spec.is_guest and self._device == "cuda":
             self._guest_environments = await environments_of_guests(

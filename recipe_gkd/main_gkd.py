@@ -64,6 +64,7 @@ from recipe_gkd.runtime.signals import Terminated, hangup_ignored, raise_on_sign
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import run_until
 from recipe_gkd.runtime.wait_log import waiting_for
+from recipe_gkd.teachers.cache.setup import open_caches
 from recipe_gkd.teachers.router import Teachers, open_teachers
 from recipe_gkd.teachers.routes import read_routes
 from recipe_gkd.teachers.worker_count import with_worker_count
@@ -167,6 +168,7 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
         with waiting_for("start, check the teachers", None, ", ".join(teachers.sources)):
             stop_token_ids = check_teachers(teachers.sources, student, config)
+            teachers.use_caches(open_caches(config, teachers.clients))
         config = with_worker_count(config, teachers.clients)
         with waiting_for("start, tokenize the data", None, "the tokenizer"):
             data = read_prompts(config, data_set, student, stop_token_ids)
@@ -312,6 +314,7 @@ async def _train(
             stop_token_ids=plan.stop_token_ids,
             n_tokens=plan.n_tokens,
             teacher_specs=teachers.client_specs(),
+            caches=teachers.caches,
         ) as cluster,
     ):
         if cluster.scoring is not None:

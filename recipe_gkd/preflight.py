@@ -6,7 +6,6 @@ import json
 import logging
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from recipe_gkd.actor.student_dims import load_hf_config
 from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import (
     has_position_weights,
+    reference_setting,
     runs_validation,
     trains_on_references,
     uses_custom_loss,
@@ -35,13 +35,10 @@ from recipe_gkd.errors import ConfigError
 from recipe_gkd.model_files import Student, check_tied_output_layer, check_weight_files, find_model, load_tokenizer
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
-from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, scores_any_sequence, timeout_error
-from recipe_gkd.teachers.cache.setup import open_cache
+from recipe_gkd.teachers.backends import TeacherBackend, score_now, scores_any_sequence
 from recipe_gkd.teachers.prompts import make_teacher_prompts
 from recipe_gkd.teachers.routes import Routes
-from recipe_gkd.teachers.scoring.checks import check_scores
 from recipe_gkd.teachers.vocabularies import check_vocabulary
-from teacher.client import TeacherClient
 from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.common.machine_checks import driver_release
 from teacher.records import TeacherInfo, TeacherSequence
@@ -224,10 +221,9 @@ def check_stop_ids(config: Config, student: Student, teacher_ids: Collection[int
         f"responses end at {sorted(usable)}"
     )
     if trains_on_references(config.gkd):
-        source = "gkd.sft_share" if config.gkd.sft_share else "gkd.warmup_steps"
+        source, shown = reference_setting(config.gkd)
         raise ConfigError(
-            f"{mismatch}: {source} above 0 would train on reference responses that end with an "
-            "id at which generation continues",
+            f"{mismatch}: {shown} would train on reference responses that end with an id at which generation continues",
             remedy=f"set eos_token_id {remedy} to [{listed}], or correct eos_token in its tokenizer_config.json",
             keys=(source,),
         )
@@ -247,33 +243,11 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
     if n_ids := check_vocabulary(label, info, student, config.actor_rollout_ref.teacher.vocabulary):
         client.restrict_ids(n_ids)
     _check_limits(name, label, info, student, config)
-    if scores_any_sequence(client):  # a recording has been checked
-        _try_requests(name, client, config)
+    # Some engines score at temperature 1 only, or their own top k, and refuse this request. A recording has checked it.
+    trial = two_tokens(config)
+    if (config.gkd.distill_temperature != 1 or trial.n_support) and scores_any_sequence(client):
+        score_now(name, client, [trial], config)
     return info
-
-
-def _try_requests(name: str, client: TeacherBackend, config: Config) -> None:
-    """Send the requests that some engines refuse, which score at temperature 1 only, or their own top k only.
-
-    The teacher is also compared with the one whose scores ``teacher.cache_dir`` has.
-    """
-    temperature, trial, cache = config.gkd.distill_temperature, two_tokens(config), open_cache(config, client)
-    sequences = [trial] if temperature != 1 or trial.n_support else []
-    sequences += [cache.probe] if cache is not None else []
-    if not sequences:
-        return
-    timeout_s = config.actor_rollout_ref.teacher.timeout_s
-    if config.actor_rollout_ref.teacher.sleep_between_batches and isinstance(client, TeacherClient):
-        client.wake(timeout_s)  # a run that was killed has left it asleep
-    request = client.submit(sequences, timeout_s, temperature=temperature)
-    wait([request], timeout_s + RESULT_MARGIN_S)
-    if not request.done():
-        request.cancel()
-        raise timeout_error(name, timeout_s)
-    scored = request.result()
-    check_scores(name, sequences, scored)
-    if cache is not None:
-        cache.verify(scored[-1])
 
 
 def two_tokens(config: Config) -> TeacherSequence:

@@ -34,6 +34,7 @@ from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.preflight import check_teachers, read_prompts, read_student, read_teacher_prompts
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
+from recipe_gkd.teachers.cache.setup import open_caches
 from recipe_gkd.teachers.recorded.layout import RecordingSource
 from recipe_gkd.teachers.recorded.writer import RecordingWriter
 from recipe_gkd.teachers.router import Teachers, open_teachers
@@ -135,6 +136,7 @@ def record(config: Config, folder: Path, dtype: str, rows_per_file: int) -> None
     routes = Routes(names(config.actor_rollout_ref.teacher))
     with open_teachers(config, routes) as teachers:
         stop_token_ids = check_teachers(teachers.clients, student, config)
+        teachers.use_caches(open_caches(config, teachers.clients))
         config = with_worker_count(config, teachers.clients)
         [client] = teachers.clients.values()
         data = read_prompts(config, data_set, student, stop_token_ids)

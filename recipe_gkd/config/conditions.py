@@ -24,6 +24,13 @@ def trains_on_references(gkd: GkdConfig) -> bool:
     return gkd.sft_share > 0 or gkd.warmup_steps > 0
 
 
+def reference_setting(gkd: GkdConfig) -> tuple[str, str]:
+    """Return the key with which a run trains on reference responses, and its assignment as text."""
+    if gkd.sft_share:
+        return "gkd.sft_share", f"gkd.sft_share={gkd.sft_share:g}"
+    return "gkd.warmup_steps", f"gkd.warmup_steps={gkd.warmup_steps}"
+
+
 def has_recorded_references(config: Config) -> bool:
     """Return True if a recording has the scores of the reference responses, and a teacher scores the others."""
     gkd, teacher = config.gkd, config.actor_rollout_ref.teacher

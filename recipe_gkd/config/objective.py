@@ -7,6 +7,7 @@ from typing import Any
 
 from recipe_gkd.config.conditions import (
     has_reward,
+    reference_setting,
     trains_on_references,
     uses_custom_loss,
     uses_group_baseline,
@@ -85,8 +86,7 @@ def _without_gradient(config: Config) -> Iterator[ConfigError]:
             remedy="raise the coefficient, or set gkd.use_rl_loss=false",
             keys=("gkd.use_rl_loss", "gkd.rl_loss_coef"),
         )
-    source = "gkd.sft_share" if gkd.sft_share else "gkd.warmup_steps"
-    shown = f"gkd.sft_share={gkd.sft_share:g}" if gkd.sft_share else f"gkd.warmup_steps={gkd.warmup_steps}"
+    source, shown = reference_setting(gkd)
     if has_references and is_sft and not gkd.sft_loss_coef:
         yield ConfigError(
             f"{shown} with gkd.sft_loss_coef=0: the reference responses have no loss",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +10,7 @@ from recipe_gkd.data.rows import DataSet
 from recipe_gkd.errors import DataError
 
 KEY = "gkd.position_weights_key"
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def read_weights(data_set: DataSet, rows: Sequence[int], column: str) -> list[np.ndarray | None]:
@@ -56,4 +56,4 @@ def _weights(value: object, where: str) -> np.ndarray | None:
 
 
 def _is_weight(number: object) -> bool:
-    return isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number) and number >= 0
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number <= _LARGEST

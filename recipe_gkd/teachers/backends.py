@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from recipe_gkd.config.teachers import addresses, auth_dirs, n_connections, urls
 from recipe_gkd.model_files import find_model
 from recipe_gkd.teachers.custom_backend import CustomBackend
 from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
+from recipe_gkd.teachers.scoring.checks import check_scores
 from teacher.client import TeacherClient
 from teacher.errors import TeacherTimeout
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
@@ -127,6 +128,30 @@ def timeout_error(name: str, timeout_s: float) -> TeacherTimeout:
         stage="submit",
         remedy="complete the future of submit() within timeout_s, with a result or a TeacherTimeout",
     )
+
+
+def score_now(
+    name: str, client: TeacherBackend, sequences: Sequence[TeacherSequence], config: Config
+) -> list[ScoredSequence]:
+    """Return the scores of sequences before the training. A service that sleeps is woken.
+
+    Args:
+        name: Name of the teacher.
+
+    Raises:
+        TeacherError: The request failed, or its result is invalid.
+    """
+    teacher = config.actor_rollout_ref.teacher
+    if teacher.sleep_between_batches and isinstance(client, TeacherClient):
+        client.wake(teacher.timeout_s)  # a run that was killed has left it asleep
+    request = client.submit(sequences, teacher.timeout_s, temperature=config.gkd.distill_temperature)
+    wait([request], teacher.timeout_s + RESULT_MARGIN_S)
+    if not request.done():
+        request.cancel()
+        raise timeout_error(name, teacher.timeout_s)
+    scored = request.result()
+    check_scores(name, sequences, scored)
+    return scored
 
 
 def open_recording(config: Config) -> RecordedTeacher:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from recipe_gkd.config import Config
 from recipe_gkd.data.samples import TeacherTopK
 from recipe_gkd.runtime.wait_log import waiting
 from recipe_gkd.teachers.backends import TeacherBackend, result_within
-from recipe_gkd.teachers.cache.scores import ScoreCache
-from recipe_gkd.teachers.cache.setup import open_cache
+from recipe_gkd.teachers.cache.scores import CacheSettings, ScoreCache
 from recipe_gkd.teachers.scoring.checks import check_scores
 from recipe_gkd.teachers.scoring.requests import TeacherRequest
 from recipe_gkd.teachers.scoring.support import rows_of
@@ -22,12 +20,14 @@ class DirectRequests:
 
     Args:
         clients: Backend of each teacher, by name.
-        config: Configuration of the run, with the cache of scores. None: no cache.
+        caches: Cache of each teacher that has one, by name.
     """
 
-    def __init__(self, clients: Mapping[str, TeacherBackend], config: Config | None = None) -> None:
-        self._clients, self._config = clients, config
-        self._caches: dict[str, ScoreCache | None] = {}
+    def __init__(
+        self, clients: Mapping[str, TeacherBackend], caches: Mapping[str, CacheSettings] | None = None
+    ) -> None:
+        self._clients = clients
+        self._caches = {name: ScoreCache(settings) for name, settings in (caches or {}).items()}
 
     async def scores(self, request: TeacherRequest, timeout_s: float) -> list[TeacherTopK]:
         """Return the scores of a request; see :meth:`recipe_gkd.teachers.scoring.requests.Requests.scores`."""
@@ -41,10 +41,7 @@ class DirectRequests:
             check_scores(name, sequences, scored)
             return scored
 
-        if self._config is not None and name not in self._caches:
-            self._caches[name] = await asyncio.to_thread(open_cache, self._config, client)
-        cache = self._caches.get(name)
-        if cache is None:
+        if (cache := self._caches.get(name)) is None:
             return [_with_rows(*pair) for pair in zip(sequences, await send(sequences), strict=True)]
         scored, is_cached = await cache.scores(sequences, send)
         return [_with_rows(*row) for row in zip(sequences, scored, is_cached, strict=True)]

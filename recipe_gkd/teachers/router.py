@@ -23,6 +23,7 @@ from recipe_gkd.runtime.clock import now
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 from recipe_gkd.runtime.wait_log import waiting
 from recipe_gkd.teachers.backends import TeacherBackend, open_backend, open_recording
+from recipe_gkd.teachers.cache.scores import CacheSettings
 from recipe_gkd.teachers.direct_requests import DirectRequests
 from recipe_gkd.teachers.failure_policy import FailurePolicy, Scores, of_several_requests
 from recipe_gkd.teachers.outages import OutageMonitor
@@ -36,7 +37,8 @@ from teacher.records import TeacherSequence
 
 Pair = tuple[Prompt, Response]
 
-RECORDING = "recording"
+RECORDING = "the recording"
+"""Name of the recording among the sources. No teacher can have it."""
 
 
 @contextmanager
@@ -84,6 +86,7 @@ class Teachers:
     Attributes:
         clients: Backend of each teacher that has rows, by name.
         recording: Scores of the reference responses that need no request. None: the teachers score them.
+        caches: Cache of each teacher that has one, by name.
         requests: Sender of the requests. At first the driver's process.
     """
 
@@ -106,9 +109,10 @@ class Teachers:
         self.recording = recording
         self._recorded = None if recording is None else DirectRequests(dict.fromkeys(clients, recording))
         self.clients, self._routes, self._gkd, self._config = clients, routes, config.gkd, config
+        self.caches: Mapping[str, CacheSettings] = {}
         self._uses_teacher, self._outages = uses_teacher(config.gkd), outages
         self._policy, self._support = FailurePolicy(config.actor_rollout_ref.teacher), Support.of(config)
-        self.requests: Requests = DirectRequests(clients, config)
+        self.requests: Requests = DirectRequests(clients)
         self._skips = config.actor_rollout_ref.teacher.on_failure == "skip_samples"
         self._request_times: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
 
@@ -129,8 +133,12 @@ class Teachers:
                 remedy="remove these rows, or set trainer.val_kl=false",
             )
         teachers = Teachers(self._config, routes, self.clients, self._outages, self.recording)
-        teachers.requests = self.requests
+        teachers.requests, teachers.caches = self.requests, self.caches
         return teachers
+
+    def use_caches(self, caches: Mapping[str, CacheSettings]) -> None:
+        """Keep the scores of these teachers, and do not request what is kept. Call it before the first request."""
+        self.caches, self.requests = caches, DirectRequests(self.clients, caches)
 
     @property
     def sources(self) -> dict[str, TeacherBackend]:
@@ -244,13 +252,14 @@ class Teachers:
 
         async def send_request(timeout_s: float) -> Scores:
             if is_recorded and self._recorded is not None:
-                return await self._recorded.scores(request, timeout_s)
+                return [replace(scores, is_cached=True) for scores in await self._recorded.scores(request, timeout_s)]
             scores = self.requests.scores(request, timeout_s)
             return await (scores if self._outages is None else self._outages.result_of(name, scores))
 
         began = now()
         scores = await self._policy.send(send_request, request)
-        self._request_times[step, number].append((began, now()))
+        if not is_recorded:
+            self._request_times[step, number].append((began, now()))
         results: Sequence[TeacherTopK | StoredTopK | None] = [None] * len(pairs) if scores is None else scores
         return [
             Sample(
@@ -301,9 +310,9 @@ class Teachers:
             )
             raise summary.replaced(step=step) from error
         metrics = {"teacher/skipped_samples": float(skipped), "teacher/skipped_samples_total": float(before + skipped)}
-        if self.recording is not None or self._config.actor_rollout_ref.teacher.cache_dir is not None:
-            n_cached = sum(sample.teacher.is_cached or self._is_recorded(sample.prompt) for sample in for_teacher)
-            metrics["teacher/cached_share"] = n_cached / max(len(for_teacher), 1)
+        if self.recording is not None or self.caches:
+            n_cached = sum(sample.teacher.is_cached for sample in for_teacher)
+            metrics["teacher/cached_share"] = n_cached / max(len(for_teacher) - skipped, 1)
         tokens = [0] * len(self._routes.names)
         for sample in for_teacher:
             tokens[sample.teacher_number] += sample.teacher.n_scored

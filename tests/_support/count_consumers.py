@@ -6,6 +6,7 @@ Each function calls the code that uses a key with the value of a configuration.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from recipe_gkd.pipeline.row_memory import RowMemory
 from recipe_gkd.ray_cluster.actor_restarts import ActorRestarts
 from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.rewards.items import RewardItem
-from recipe_gkd.teachers.cache.setup import cache_settings
+from recipe_gkd.teachers.cache.setup import open_caches
 from recipe_gkd.teachers.failure_policy import FailurePolicy
 from recipe_gkd.teachers.scoring.pool import ScoringPool
 from recipe_gkd.teachers.scoring.requests import TeacherRequest
@@ -40,7 +41,7 @@ from recipe_gkd.trainer import Trainer
 from recipe_gkd.validation import ScoredResponse, table_of
 from teacher.client import ClientSpec, TeacherClient
 from teacher.errors import TeacherTimeout
-from tests._support.fake_worker import INFO
+from tests._support.fake_teachers import InstantTeacher
 
 PROMPT = Prompt(uid=0, ids=np.zeros(3, np.int32), row=0)
 RESPONSE = Response(
@@ -111,10 +112,11 @@ def check_count_limit(config: Config, name: str) -> None:
             with pytest.raises(TeacherTimeout, match=f"{name}={limit};"):
                 policy._skip(TeacherRequest(teacher="a", step=0, uids=[0]), TeacherTimeout("late"))
         case "cache_gb":
-            teacher = replace(config.actor_rollout_ref.teacher, cache_dir=".")
-            config = replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, teacher=teacher))
-            settings = cache_settings(config, INFO, 0)
-            assert settings is not None and settings.max_bytes == int(limit * (1 << 30))
+            with tempfile.TemporaryDirectory() as folder:
+                teacher = replace(config.actor_rollout_ref.teacher, cache_dir=folder)
+                config = replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, teacher=teacher))
+                [cache] = open_caches(config, {"default": InstantTeacher()}).values()
+            assert cache.max_bytes == int(limit * (1 << 30))
         case "max_rows_gb":
             rows = RowMemory(max_row_bytes(config, None))
             rows.begin(0)

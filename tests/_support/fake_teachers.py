@@ -6,6 +6,7 @@ The engine of each service has an offset, so that its scores differ from those o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from recipe_gkd.data.samples import Prompt, Response, Sample
 from teacher.common.fingerprint import N_LAST_TOKENS
 from teacher.errors import TeacherRequestError
 from teacher.proxy import Proxy
-from teacher.records import LastToken, ScoredSequence, TeacherSequence
+from teacher.records import LastToken, ScoredSequence, TeacherInfo, TeacherSequence
 from tests._support.fake_worker import INFO, FakeEngine, running_worker
 from tests._support.teacher_service import running_proxy
 
@@ -35,6 +36,28 @@ def fake_scores(sequence: TeacherSequence, offset: int) -> ScoredSequence:
     topk_ids_TK = (response_T[:, None] + offset + np.arange(K, dtype=np.int32)) % N_TOKENS
     topk_logps_TK = np.tile(np.log([0.4, 0.3, 0.2, 0.1]).astype(np.float32), (len(response_T), 1))
     return ScoredSequence(topk_logps_TK, topk_ids_TK, -(response_T + offset).astype(np.float32))
+
+
+class InstantTeacher:
+    """A backend of the driver's process that returns `fake_scores` at once."""
+
+    def hello(self, timeout_s: float) -> TeacherInfo:
+        """Return the description of the fake engine."""
+        return TeacherInfo(**vars(INFO), protocol_version=1, n_workers=1)
+
+    def submit(
+        self, sequences: Sequence[TeacherSequence], timeout_s: float | None = None, *, temperature: float = 1.0
+    ) -> Future[list[ScoredSequence]]:
+        """Return the future of the scores, which is done."""
+        scored: Future[list[ScoredSequence]] = Future()
+        scored.set_result([fake_scores(sequence, 0) for sequence in sequences])
+        return scored
+
+    def restrict_ids(self, n_ids: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class OffsetEngine(FakeEngine):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import io
 import logging
 import os
-import tempfile
-import zipfile
-import zlib
+import re
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -28,8 +27,9 @@ SCAN_SHARE = 1 / 32
 KEPT_SHARE = 7 / 8
 """Part of the maximum size to which a full folder is reduced."""
 SUFFIX = ".npz"
+_FILE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}/[0-9a-f]{2}/(draft-)?[0-9a-f]{30,32}\.npz")
+"""Files of a cache, as :class:`~recipe_gkd.teachers.cache.scores.ScoreCache` names them. No others are deleted."""
 _NAMES = ("topk_logps_TK", "topk_ids_TK", "sampled_logps_T", "support_logps_TJ")
-_DAMAGE = (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 class ScoreFiles:
@@ -55,15 +55,17 @@ class ScoreFiles:
         try:
             with np.load(path) as archive:
                 arrays: dict[str, Any] = {name: archive[name] for name in archive.files}
-            os.utime(path)
-            return ScoredSequence(**arrays)
+            scored = ScoredSequence(**arrays)
         except OSError:
             return None
-        except _DAMAGE as error:
-            log.warning("%s is damaged and was deleted: %s", path, error)
+        except Exception as error:  # noqa: BLE001 - damage of a zip file raises many types
+            log.warning("%s is damaged and was deleted: %s: %s", path, type(error).__name__, error)
             with suppress(OSError):
                 path.unlink()
             return None
+        with suppress(OSError):  # such as a file system that is mounted read-only
+            os.utime(path)
+        return scored
 
     def write(self, path: Path, scored: ScoredSequence) -> None:
         """Write the scores of a response, unless they are larger than 1/32 of the maximum.
@@ -86,8 +88,8 @@ class ScoreFiles:
     def _make_room(self, n_bytes: int) -> None:
         with self._lock:
             if self._n_written + n_bytes > self._scan_bytes:
-                self._delete_oldest()
                 self._n_written = 0
+                self._delete_oldest()
             self._n_written += n_bytes
 
     def _delete_oldest(self) -> None:
@@ -100,30 +102,30 @@ class ScoreFiles:
         for _, size, path in found:
             if excess <= 0:
                 break
-            with suppress(FileNotFoundError):  # another process has deleted it
+            with suppress(OSError):  # another process has deleted it, or it belongs to another user
                 path.unlink()
-            excess, n_deleted = excess - size, n_deleted + 1
+                excess, n_deleted = excess - size, n_deleted + 1
         log.info("the cache %s was full: %d of %d files were deleted", self._root, n_deleted, len(found))
 
 
 def _files(root: Path) -> list[tuple[float, int, Path]]:
     """Return the time of the last use, the size and the path of each file."""
     found = []
-    for path in root.glob(f"*/*/*{SUFFIX}"):
-        with suppress(FileNotFoundError):
-            status = path.stat()
-            found.append((status.st_mtime, status.st_size, path))
+    for path in root.glob(f"*-*/??/*{SUFFIX}"):
+        if _FILE.fullmatch(path.relative_to(root).as_posix()):
+            with suppress(OSError):
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
     return found
 
 
 def replace_file(path: Path, content: memoryview) -> None:
     """Replace a file atomically. It is not flushed: after a power loss its checksums show whether it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix="draft-", suffix=SUFFIX)
+    draft = path.with_name(f"draft-{uuid.uuid4().hex}{path.suffix}")
     try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-        Path(draft).replace(path)
+        draft.write_bytes(content)
+        draft.replace(path)
     except BaseException:
-        Path(draft).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise

@@ -1,8 +1,8 @@
 """`ScoreCache`: scores of responses that a teacher has scored before, and requests of the others.
 
 Scores are kept by everything that determines them: the teacher, the settings of the requests, the tokens, and the ids
-of the support. Another teacher has other folders, so nothing needs to be cleared. Weights that changed under the same
-name are found by the probe, which is scored at the start and compared with that of the folder.
+of the support. The weights are recognized by the probe, which the driver lets each teacher score at the start: scores
+are used if their folder has the same probe. Another teacher has other folders, so nothing needs to be cleared.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import io
 import json
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,13 +20,15 @@ import numpy as np
 
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.teachers.cache.files import SUFFIX, ScoreFiles, replace_file
-from teacher.common.probe import MAX_PROBE_DIFFERENCE, probe_difference, probe_sequence
-from teacher.errors import TeacherChanged, TeacherError, TeacherSetupError
+from teacher.common.probe import probe_difference
+from teacher.errors import TeacherError, TeacherSetupError
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
+from teacher.wire.limits import WireDtype
 
 CACHE_DIR = key_name(lambda config: config.actor_rollout_ref.teacher.cache_dir)
-ABOUT = "about.json"
-PROBE = "probe.npy"
+ABOUT, PROBE = "about.json", "probe.npy"
+SAME_WEIGHTS = 1e-3
+"""Largest difference of the probe's log-probabilities, in nats, with which the scores of a folder are used."""
 
 SendRequest = Callable[[Sequence[TeacherSequence]], Awaitable[list[ScoredSequence]]]
 """Function that scores sequences and checks the results."""
@@ -35,10 +36,11 @@ SendRequest = Callable[[Sequence[TeacherSequence]], Awaitable[list[ScoredSequenc
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSettings:
-    """Cache of a run, with the settings that determine its teacher's scores. It can be sent to another process.
+    """Cache of a run, with everything that determines its teacher's scores. It can be sent to another process.
 
     Attributes:
         info: Description of the teacher.
+        probe_T: Its scores of the probe, float32 [T].
         folder: ``teacher.cache_dir``.
         max_bytes: Maximum size of the folder.
         top_k: Log-probabilities per position, None for all that the teacher returns.
@@ -48,17 +50,18 @@ class CacheSettings:
     """
 
     info: TeacherInfo
+    probe_T: np.ndarray
     folder: Path
     max_bytes: int
     top_k: int | None
-    wire_dtype: str
+    wire_dtype: WireDtype
     temperature: float
     n_ids: int
 
-    def about(self) -> dict[str, object]:
-        """Return everything that determines the scores of a sequence."""
+    def about(self) -> str:
+        """Return everything that determines the scores of a sequence but the weights, as JSON."""
         info = self.info
-        return {
+        values = {
             "model_name": info.model_name,
             "engine": info.engine,
             "vocab_size": info.vocab_size,
@@ -69,6 +72,7 @@ class CacheSettings:
             "temperature": self.temperature,
             "n_ids": self.n_ids,
         }
+        return json.dumps(values, indent=1)
 
 
 class ScoreCache:
@@ -77,64 +81,45 @@ class ScoreCache:
     Lifecycle::
 
         cache = ScoreCache(settings)
+        cache.open()                                                       # optional: report an unusable folder early
         scored, is_cached = await cache.scores(sequences, send_request)    # concurrently
-
-    Attributes:
-        folder: Folder of these scores, a part of ``cache_dir``.
     """
 
     def __init__(self, settings: CacheSettings) -> None:
-        """Use the folder of a teacher, which is created when the teacher is verified."""
-        self._about = json.dumps(settings.about(), indent=1)
-        self.folder = settings.folder / hashlib.blake2b(self._about.encode(), digest_size=8).hexdigest()
+        """Create a cache without touching its folder."""
+        self._settings = settings
         self._files = ScoreFiles(settings.folder, settings.max_bytes)
-        self._info, self._n_ids = settings.info, settings.n_ids
-        self._verification, self._is_verified = asyncio.Lock(), False
 
-    @cached_property
-    def probe(self) -> TeacherSequence:
-        """Sequence whose scores are compared with those of the folder."""
-        return probe_sequence(self._n_ids or self._info.n_tokens, self._info.max_model_len)
-
-    def verify(self, probe: ScoredSequence) -> None:
-        """Compare the teacher with the one whose scores the folder has. A new folder gets its description and probe.
-
-        Args:
-            probe: Scores of :attr:`probe` by the running teacher.
+    def open(self) -> Path:
+        """Return the folder of these scores, and create a new one.
 
         Raises:
-            TeacherChanged: The folder has scores of other weights.
-            TeacherSetupError: The folder cannot be written.
+            TeacherSetupError: The folder cannot be used.
         """
-        found_T = np.asarray(probe.sampled_logps_T, np.float32)
-        try:
-            kept_T = self._kept_probe(found_T)
-        except (OSError, ValueError, EOFError) as error:
-            raise TeacherSetupError(
-                f"{CACHE_DIR}: {self.folder} cannot be used: {type(error).__name__}: {error}",
-                path=self.folder,
-                options=(CACHE_DIR,),
-                remedy="correct its permissions, delete it, or choose another folder",
-            ) from error
-        difference = probe_difference(kept_T, found_T) if kept_T.shape == found_T.shape else math.inf
-        if not difference <= MAX_PROBE_DIFFERENCE:
-            raise TeacherChanged(
-                f"{self.folder} has scores of other weights of {self._info.model_name}: their fingerprint is "
-                f"{_fingerprint(kept_T)}, the running teacher's {_fingerprint(found_T)}; log-probabilities of a "
-                f"fixed sequence differ by up to {difference:.3g}, expected at most {MAX_PROBE_DIFFERENCE:g}",
-                options=(CACHE_DIR,),
-                remedy="delete this folder, or choose another one, if the teacher was changed on purpose",
-            )
+        return self._folder
 
-    def _kept_probe(self, found_T: np.ndarray) -> np.ndarray:
-        """Return the probe of the folder, which is ``found_T`` in a new folder."""
-        path = self.folder / PROBE
-        if not path.exists():
-            buffer = io.BytesIO()
-            np.save(buffer, found_T)
-            replace_file(self.folder / ABOUT, memoryview(self._about.encode()))
-            replace_file(path, buffer.getbuffer())
-        return np.asarray(np.load(path), np.float32)
+    @cached_property
+    def _folder(self) -> Path:
+        root, about = self._settings.folder, self._settings.about()
+        probe_T, prefix = self._settings.probe_T, _digest(about.encode(), 8)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            for folder in sorted(root.glob(f"{prefix}-*")):
+                if _has_probe(folder, probe_T):
+                    return folder
+            folder = root / f"{prefix}-{_digest(probe_T.tobytes(), 4)}"
+            replace_file(folder / ABOUT, memoryview(f"{about}\n".encode()))
+            content = io.BytesIO()
+            np.save(content, probe_T)
+            replace_file(folder / PROBE, content.getbuffer())
+        except OSError as error:
+            raise TeacherSetupError(
+                f"{CACHE_DIR}={root} cannot be used: {type(error).__name__}: {error}",
+                path=root,
+                options=(CACHE_DIR,),
+                remedy="correct its permissions, or choose another folder",
+            ) from error
+        return folder
 
     async def scores(
         self, sequences: Sequence[TeacherSequence], send_request: SendRequest
@@ -146,12 +131,11 @@ class ScoreCache:
 
         Raises:
             TeacherError: The request failed. ``sequence`` is the index in ``sequences``.
-            TeacherChanged: The folder has scores of other weights.
+            TeacherSetupError: The folder cannot be used.
         """
-        await self._verify(send_request)
-        paths = [self._path(sequence) for sequence in sequences]
-        found = await asyncio.to_thread(lambda: [self._files.read(path) for path in paths])
-        missing = [i for i, scored in enumerate(found) if scored is None]
+        paths, found = await asyncio.to_thread(self._read, sequences)
+        is_cached = [scored is not None for scored in found]
+        missing = [i for i, known in enumerate(is_cached) if not known]
         if missing:
             try:
                 requested = await send_request([sequences[i] for i in missing])
@@ -162,21 +146,17 @@ class ScoreCache:
             await asyncio.to_thread(self._write, [paths[i] for i in missing], requested)
             for i, scored in zip(missing, requested, strict=True):
                 found[i] = scored
-        return [scored for scored in found if scored is not None], [i not in set(missing) for i in range(len(found))]
+        return [scored for scored in found if scored is not None], is_cached
 
-    async def _verify(self, send_request: SendRequest) -> None:
-        async with self._verification:
-            if not self._is_verified:
-                try:
-                    [probe] = await send_request([self.probe])
-                except TeacherError as error:
-                    raise error.replaced(sequence=None) from error
-                await asyncio.to_thread(self.verify, probe)
-                self._is_verified = True
+    def _read(self, sequences: Sequence[TeacherSequence]) -> tuple[list[Path], list[ScoredSequence | None]]:
+        paths = [self._path(sequence) for sequence in sequences]
+        return paths, [self._files.read(path) for path in paths]
 
     def _write(self, paths: Sequence[Path], scored: Sequence[ScoredSequence]) -> None:
         for path, scores in zip(paths, scored, strict=True):
-            self._files.write(path, scores)
+            support_TJ = getattr(scores, "support_logps_TJ", None)  # a user's class may return other records
+            record = ScoredSequence(scores.topk_logps_TK, scores.topk_ids_TK, scores.sampled_logps_T, support_TJ)
+            self._files.write(path, record.reduced(0, self._settings.wire_dtype))
 
     def _path(self, sequence: TeacherSequence) -> Path:
         ids_TJ = sequence.support_ids_TJ
@@ -186,9 +166,17 @@ class ScoreCache:
         if ids_TJ is not None:
             digest.update(np.ascontiguousarray(ids_TJ, np.int32).tobytes())
         name = digest.hexdigest()
-        return self.folder / name[:2] / f"{name[2:]}{SUFFIX}"
+        return self._folder / name[:2] / f"{name[2:]}{SUFFIX}"
 
 
-def _fingerprint(logps_T: np.ndarray) -> str:
-    """Return a short text that depends on the weights of a teacher."""
-    return hashlib.sha256(np.round(logps_T.astype(np.float64), 2).tobytes()).hexdigest()[:12]
+def _digest(content: bytes, n_bytes: int) -> str:
+    return hashlib.blake2b(content, digest_size=n_bytes).hexdigest()
+
+
+def _has_probe(folder: Path, probe_T: np.ndarray) -> bool:
+    """Return True if a folder has scores of the same weights."""
+    try:
+        kept_T = np.load(folder / PROBE)
+    except (OSError, ValueError, EOFError):  # incomplete, or damaged
+        return False
+    return kept_T.shape == probe_T.shape and probe_difference(kept_T, probe_T) <= SAME_WEIGHTS

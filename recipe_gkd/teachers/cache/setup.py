@@ -1,55 +1,53 @@
-"""Cache of a teacher's scores as a run configures it."""
+"""Caches of the teachers of a run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from recipe_gkd.config import Config
-from recipe_gkd.teachers.backends import TeacherBackend
+from recipe_gkd.teachers.backends import TeacherBackend, score_now
 from recipe_gkd.teachers.cache.scores import CacheSettings, ScoreCache
+from teacher.common.probe import probe_sequence
 from teacher.common.sizes import GIB
-from teacher.records import TeacherInfo
 
 _HELLO_TIMEOUT_S = 10.0
 
 
-def n_ids_of(teacher: object) -> int:
-    """Return the number of ids to which a backend or its description is restricted, 0 for all."""
-    return int(getattr(teacher, "n_ids", 0))  # some cannot exclude ids
-
-
-def cache_settings(config: Config, info: TeacherInfo, n_ids: int) -> CacheSettings | None:
-    """Return the cache of a teacher, or None if the run has none.
+def open_caches(config: Config, clients: Mapping[str, TeacherBackend]) -> dict[str, CacheSettings]:
+    """Let each teacher score its probe, and open its cache in this process. Without ``teacher.cache_dir`` do nothing.
 
     Args:
-        info: Description of the teacher.
-        n_ids: Number of ids that have a probability, 0 for all.
+        clients: Backend of each teacher, by name, after its vocabulary was checked.
+
+    Returns:
+        Cache of each teacher, by name.
+
+    Raises:
+        TeacherSetupError: The folder cannot be used.
+        TeacherError: A teacher did not score its probe.
     """
     teacher = config.actor_rollout_ref.teacher
     if teacher.cache_dir is None:
-        return None
-    return CacheSettings(
-        info=replace(info, last_tokens=()),
-        folder=Path(teacher.cache_dir),
-        max_bytes=int(teacher.cache_gb * GIB),
-        top_k=teacher.top_k,
-        wire_dtype=teacher.wire_dtype,
-        temperature=config.gkd.distill_temperature,
-        n_ids=n_ids,
-    )
-
-
-def open_cache(config: Config, client: TeacherBackend) -> ScoreCache | None:
-    """Return the cache of a teacher for this process, or None if the run has none.
-
-    Args:
-        client: Backend of the teacher, after its vocabulary was checked.
-
-    Raises:
-        TeacherError: The teacher cannot be reached.
-    """
-    if config.actor_rollout_ref.teacher.cache_dir is None:
-        return None
-    settings = cache_settings(config, client.hello(timeout_s=_HELLO_TIMEOUT_S), n_ids_of(client))
-    return None if settings is None else ScoreCache(settings)
+        return {}
+    caches = {}
+    for name, client in clients.items():
+        info = client.hello(timeout_s=_HELLO_TIMEOUT_S)
+        n_ids = int(getattr(client, "n_ids", 0))  # some backends cannot exclude ids
+        probe = probe_sequence(n_ids or info.n_tokens, info.max_model_len)
+        [scored] = score_now(name, client, [probe], config)
+        caches[name] = CacheSettings(
+            info=replace(info, last_tokens=()),
+            probe_T=np.asarray(scored.sampled_logps_T, np.float32),
+            folder=Path(teacher.cache_dir),
+            max_bytes=int(teacher.cache_gb * GIB),
+            top_k=teacher.top_k,
+            wire_dtype=teacher.wire_dtype,
+            temperature=config.gkd.distill_temperature,
+            n_ids=n_ids,
+        )
+        ScoreCache(caches[name]).open()
+    return caches

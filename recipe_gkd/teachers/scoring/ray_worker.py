@@ -21,7 +21,7 @@ from recipe_gkd.teachers.scoring.checks import check_scores
 from recipe_gkd.teachers.scoring.clients import ClientDescription, ScoringClient
 from recipe_gkd.teachers.scoring.support import rows_of
 from teacher.common.machine_checks import SHARED_MEMORY
-from teacher.errors import TeacherChanged, TeacherError, TeacherTimeout, TeacherUnavailable
+from teacher.errors import TeacherChanged, TeacherError, TeacherSetupError, TeacherTimeout, TeacherUnavailable
 from teacher.records import ScoredSequence, TeacherSequence
 
 Block = list[tuple[np.ndarray, np.ndarray]]
@@ -66,7 +66,7 @@ class ScoringWorker:
         for name, spec in self._specs.items():
             same = next((other for other in self._clients if self._specs[other] == spec), None)
             self._clients[name] = spec.open() if same is None else self._clients[same]
-        self._caches = {name: ScoreCache(settings) for name, settings in (caches or {}).items()}
+        self._caches = {name: ScoreCache(cache) for name, cache in (caches or {}).items() if name in self._specs}
 
     async def setup(self, timeout_s: float) -> int:
         """Check that each teacher can be reached from this node and serves the expected model.
@@ -78,10 +78,16 @@ class ScoringWorker:
             Free bytes of the shared memory of this node.
 
         Raises:
-            ResourceError: A service cannot be reached from this node.
+            ResourceError: A service cannot be reached from this node, or the node's folder for scores cannot be used.
             TeacherChanged: A service has another model than when the run started.
         """
         await asyncio.gather(*(self._check(name, timeout_s) for name in self._clients))
+        for name, cache in self._caches.items():
+            try:
+                await asyncio.to_thread(cache.open)
+            except TeacherSetupError as error:
+                what = f"node {self._node} cannot keep scores of teacher {name}: {error.what}"
+                raise ResourceError(what, node=self._node, remedy=error.remedy) from error
         return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
 
     async def _check(self, name: str, timeout_s: float) -> None:

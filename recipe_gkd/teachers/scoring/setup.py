@@ -9,7 +9,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.support import Support
 from recipe_gkd.ray_cluster.object_store import store_bytes, warn_if_small
 from recipe_gkd.runtime.worker_variables import worker_variables
-from recipe_gkd.teachers.cache.setup import cache_settings, n_ids_of
+from recipe_gkd.teachers.cache.scores import CacheSettings
 from recipe_gkd.teachers.scoring.clients import ClientDescription
 from recipe_gkd.teachers.scoring.pool import ScoringPool
 from teacher.common.sizes import GIB
@@ -18,18 +18,19 @@ DEFAULT_SHARE_OF_STORE = 0.5
 """Part of the object store of the fullest node that rows may fill. Shards and responses need memory too."""
 
 
-def start_scoring(config: Config, specs: Mapping[str, ClientDescription], nodes: Mapping[str, str]) -> ScoringPool:
+def start_scoring(
+    config: Config,
+    specs: Mapping[str, ClientDescription],
+    caches: Mapping[str, CacheSettings],
+    nodes: Mapping[str, str],
+) -> ScoringPool:
     """Start the scoring workers of a run, without waiting for them.
 
     Args:
         specs: Client of each teacher, by name.
+        caches: Cache of each teacher that has one, by name.
         nodes: Nodes of the actor pool: Ray's id -> address.
     """
-    caches = {
-        name: cache
-        for name, spec in specs.items()
-        if spec.model is not None and (cache := cache_settings(config, spec.model, n_ids_of(spec))) is not None
-    }
     return ScoringPool.start(
         specs,
         nodes,

@@ -27,7 +27,9 @@ from recipe_gkd.runtime import wait_log
 from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
 from recipe_gkd.runtime.wait_log import WaitLog
 from recipe_gkd.teachers.cache.scores import CacheSettings
-from recipe_gkd.teachers.cache.setup import cache_settings
+from recipe_gkd.teachers.cache.setup import open_caches
+from recipe_gkd.teachers.router import open_teachers
+from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.scoring import pool as pool_module
 from recipe_gkd.teachers.scoring.fetch import with_top_k
 from recipe_gkd.teachers.scoring.homes import Homes
@@ -168,7 +170,13 @@ class TestResults:
         self, service: Proxy, engine: OffsetEngine, tmp_path: Path
     ) -> None:
         spec, asked = spec_of(service), request(4)
-        cache = cache_settings(base_config(f"actor_rollout_ref.teacher.cache_dir={tmp_path}"), spec.model, 0)
+        config = base_config(
+            f"actor_rollout_ref.teacher.cache_dir={tmp_path}",
+            f"actor_rollout_ref.teacher.server_port={service.frontend_port}",
+        )
+        with open_teachers(config, Routes(("default",))) as teachers:
+            [cache] = open_caches(config, teachers.clients).values()
+        engine.added.acquire()  # the probe
         n_added = []
         for is_known in (False, True):  # two runs
             with scoring({"a": spec}, caches={"a": cache}) as pool:
@@ -176,7 +184,7 @@ class TestResults:
                 assert [scores.is_cached for scores in found] == [is_known] * 4
                 assert_scored(found, asked.sequences)
             n_added.append(sum(1 for _ in iter(lambda: engine.added.acquire(blocking=False), False)))
-        assert n_added == [1 + 4, 1]  # the probe and the request
+        assert n_added == [4, 0]
 
     def test_scores_extended_to_a_longer_response_have_absent_rows(self, service: Proxy) -> None:
         async def body() -> None:

@@ -19,6 +19,7 @@ from recipe_gkd.data.rows import DataSet
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.errors import DataError
 from recipe_gkd.teachers import failure_policy
+from recipe_gkd.teachers.cache.setup import open_caches
 from recipe_gkd.teachers.recorded.layout import RecordingSource
 from recipe_gkd.teachers.recorded.writer import RecordingWriter
 from recipe_gkd.teachers.router import Teachers, length_of_union, open_teachers
@@ -129,6 +130,7 @@ def test_cache_dir_keeps_the_scores_of_a_backend_of_the_driver(tmp_path: Path) -
     found = []
     for _ in range(2):
         with open_teachers(config, ROUTES) as teachers:
+            teachers.use_caches(open_caches(config, teachers.clients))
             samples = asyncio.run(teachers.score([pair(uid) for uid in range(5)], step=0))
             assert all(is_scored_by(0, sample) for sample in samples)
             metrics = teachers.step_metrics(samples, 0, before=0)
@@ -147,7 +149,7 @@ def test_recorded_references_are_not_sent_to_the_teacher(tmp_path: Path) -> None
     RecordingWriter(tmp_path / "recording", source).write(recorded)
     settings = ("gkd.sft_share=0.5", "gkd.sft_target=teacher", f"path={tmp_path}/recording", f"top_k={K}")
     with service(0) as port, open_teachers(configured(f"server_port={port}", *settings), ROUTES) as teachers:
-        assert list(teachers.sources) == ["default", "recording"]
+        assert list(teachers.sources) == ["default", "the recording"]
         samples = asyncio.run(teachers.score(pairs, step=0))
         metrics = teachers.step_metrics(samples, 0, before=0)
         unknown = pair(6, tokens=(1, 2, 3), reference=True)

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recipe_gkd.teachers.cache import files as files_module
 from recipe_gkd.teachers.cache.files import SCAN_SHARE, ScoreFiles
 from teacher.records import ScoredSequence
 
 GIB = 1 << 30
+GROUP = "0123456789abcdef-01234567"
 
 
 def scores(seed: int = 0, *, n_rows: int = 5, dtype: str = "float32", n_support: int = 0) -> ScoredSequence:
@@ -35,7 +37,7 @@ def assert_equal(found: ScoredSequence | None, expected: ScoredSequence) -> None
 
 
 def file_of(root: Path, number: int = 0) -> Path:
-    return root / "teacher" / f"{number % 7:02d}" / f"{number}.npz"
+    return root / GROUP / f"{number % 7:02x}" / f"{number:030x}.npz"
 
 
 def total_size(root: Path) -> int:
@@ -93,8 +95,68 @@ def test_scores_that_would_replace_much_of_the_cache_are_not_kept(tmp_path: Path
 
 
 def test_folder_that_cannot_be_written_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "teacher").write_text("a file in place of the folder")
+    (tmp_path / GROUP).write_text("a file in place of the folder")
     files = ScoreFiles(tmp_path, GIB)
     for number in range(3):
         files.write(file_of(tmp_path, number), scores())
     assert caplog.text.count("scores are not written to the cache") == 1
+
+
+def test_each_changed_byte_gives_the_scores_or_none(tmp_path: Path) -> None:
+    files, path, expected = ScoreFiles(tmp_path, GIB), file_of(tmp_path), scores()
+    files.write(path, expected)
+    content = path.read_bytes()
+    for position in range(len(content)):
+        for bits in (1, 128, 255):
+            damaged = bytearray(content)
+            damaged[position] ^= bits
+            path.write_bytes(damaged)
+            if (found := files.read(path)) is not None:
+                assert_equal(found, expected)
+
+
+def test_files_of_others_are_not_deleted(tmp_path: Path) -> None:
+    """The folder may be one in which a user has other data."""
+    others = [
+        tmp_path / "project" / "run" / "embeddings.npz",
+        tmp_path / "0123456789abcdef" / "00" / f"{0:030x}.npz",
+        tmp_path / GROUP / "00" / "notes.npz",
+        tmp_path / GROUP / "probe.npy",
+    ]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(5000))
+        os.utime(path, (0, 0))
+    files = ScoreFiles(tmp_path, 64_000)
+    for number in range(300):
+        files.write(file_of(tmp_path, number), scores(number))
+    assert all(path.stat().st_size == 5000 for path in others)
+    assert len(list(tmp_path.glob(f"{GROUP}/*/*.npz"))) < 80
+
+
+def test_draft_of_a_killed_process_is_deleted(tmp_path: Path) -> None:
+    draft = tmp_path / GROUP / "00" / f"draft-{7:032x}.npz"
+    draft.parent.mkdir(parents=True)
+    draft.write_bytes(bytes(63_000))
+    os.utime(draft, (0, 0))
+    ScoreFiles(tmp_path, 64_000).write(file_of(tmp_path), scores())
+    assert not draft.exists() and file_of(tmp_path).exists()
+
+
+def test_file_that_cannot_be_deleted_does_not_stop_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, n_scans = ScoreFiles(tmp_path, 64_000), 0
+    original = files_module._files
+
+    def counted(root: Path) -> list[tuple[float, int, Path]]:
+        nonlocal n_scans
+        n_scans += 1
+        return original(root)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(str(path))
+
+    monkeypatch.setattr(files_module, "_files", counted)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for number in range(200):
+        files.write(file_of(tmp_path, number), scores(number))
+    assert len(list(tmp_path.glob(f"{GROUP}/*/*.npz"))) == 200 and n_scans < 150

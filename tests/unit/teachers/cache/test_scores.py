@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from recipe_gkd.teachers.cache.scores import CACHE_DIR, CacheSettings, ScoreCache
-from teacher.errors import TeacherChanged, TeacherRequestError, TeacherSetupError
+from teacher.errors import TeacherRequestError, TeacherSetupError
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 from tests._support.errors import raises
 from tests._support.fake_teachers import fake_scores
@@ -19,6 +19,7 @@ from tests._support.fake_worker import INFO
 
 TEACHER = TeacherInfo(**vars(INFO), protocol_version=1, n_workers=1)
 REFUSED = 9
+PROBE_T = np.array([-1.5, -2.5, -np.inf], np.float32)
 
 
 class CountingTeacher:
@@ -30,13 +31,13 @@ class CountingTeacher:
     async def __call__(self, sequences: Sequence[TeacherSequence]) -> list[ScoredSequence]:
         self.requests.append(len(sequences))
         for index, sequence in enumerate(sequences):
-            if REFUSED in sequence.token_ids[sequence.prompt_len :] and len(sequence.token_ids) < 12:
+            if REFUSED in sequence.token_ids[sequence.prompt_len :]:
                 raise TeacherRequestError("refused", sequence=index)
         return [_with_support(sequence, fake_scores(sequence, self.offset)) for sequence in sequences]
 
     @property
     def n_scored(self) -> int:
-        """Number of sequences since the last call. The probe is one of them."""
+        """Number of sequences since the last call."""
         self.requests, found = [0], sum(self.requests)
         return found
 
@@ -49,6 +50,7 @@ def _with_support(sequence: TeacherSequence, scored: ScoredSequence) -> ScoredSe
 def settings(folder: Path, **changes: object) -> CacheSettings:
     known = CacheSettings(
         info=TEACHER,
+        probe_T=PROBE_T,
         folder=folder,
         max_bytes=1 << 20,
         top_k=None,
@@ -79,13 +81,13 @@ def assert_scored(sequences: Sequence[TeacherSequence], found: Sequence[ScoredSe
 def test_only_unknown_sequences_are_requested(tmp_path: Path) -> None:
     teacher, known = CountingTeacher(), [sequence(1, 2, 3), sequence(4), sequence(7, 7)]
     found, is_cached = scores(ScoreCache(settings(tmp_path)), teacher, known)
-    assert teacher.n_scored == 1 + 3 and is_cached == [False] * 3
+    assert teacher.n_scored == 3 and is_cached == [False] * 3
     assert_scored(known, found)
 
     later = ScoreCache(settings(tmp_path))  # of another process
     mixed = [sequence(8), known[2], sequence(4, 4), known[0], sequence(1, 2), known[1]]
     found, is_cached = scores(later, teacher, mixed)
-    assert teacher.n_scored == 1 + 3 and is_cached == [False, True] * 3
+    assert teacher.n_scored == 3 and is_cached == [False, True] * 3
     assert_scored(mixed, found)
     found, is_cached = scores(later, teacher, mixed)
     assert teacher.n_scored == 0 and all(is_cached)
@@ -131,13 +133,36 @@ def test_scores_of_other_settings_are_not_used(tmp_path: Path, other: dict[str, 
     assert scores(ScoreCache(settings(tmp_path)), teacher, known)[1] == [True]
 
 
-def test_other_weights_under_the_same_name_are_refused(tmp_path: Path) -> None:
-    known = [sequence(1, 2, 3)]
+def test_other_weights_under_the_same_name_have_their_own_scores(tmp_path: Path) -> None:
+    """The weights change back and forth. A difference by rounding is none."""
+    known, folders = [sequence(1, 2, 3)], []
+    for number, (offset, change, expected) in enumerate(
+        [(0, 0.0, False), (1, 0.01, False), (0, 1e-5, True), (1, 0.01, True), (2, -0.01, False)]
+    ):
+        cache = ScoreCache(settings(tmp_path, probe_T=PROBE_T + np.float32(change)))
+        found, is_cached = scores(cache, CountingTeacher(offset), known)
+        assert is_cached == [expected], number
+        assert_scored(known, found, offset)
+        folders.append(cache.open())
+    assert folders[0] == folders[2] and folders[1] == folders[3] and len(set(folders)) == 3
+
+
+def test_incomplete_folder_is_not_used(tmp_path: Path) -> None:
+    teacher, known = CountingTeacher(), [sequence(1)]
     cache = ScoreCache(settings(tmp_path))
-    scores(cache, CountingTeacher(), known)
-    with raises(TeacherChanged, options=(CACHE_DIR,)) as caught:
-        scores(ScoreCache(settings(tmp_path)), CountingTeacher(offset=1), known)
-    assert f"{cache.folder} has scores of other weights of fake" in str(caught.value)
+    scores(cache, teacher, known)
+    (cache.open() / "probe.npy").write_bytes(b"")
+    assert scores(ScoreCache(settings(tmp_path)), teacher, known)[1] == [True]  # the same name, written again
+    assert np.array_equal(np.load(cache.open() / "probe.npy"), PROBE_T)
+
+
+def test_scores_have_the_type_of_the_wire(tmp_path: Path) -> None:
+    """Requests of the driver return float32 also if the service sends float16."""
+    teacher, known = CountingTeacher(), [sequence(1, 2)]
+    cache = ScoreCache(settings(tmp_path, wire_dtype="float16"))
+    scores(cache, teacher, known)
+    [found], _ = scores(cache, teacher, known)
+    assert found.topk_logps_TK.dtype == np.float16 and found.sampled_logps_T.dtype == np.float32
 
 
 def test_error_of_a_request_has_the_index_of_the_sequence(tmp_path: Path) -> None:
@@ -148,23 +173,9 @@ def test_error_of_a_request_has_the_index_of_the_sequence(tmp_path: Path) -> Non
     assert caught.value.sequence == 3
 
 
-def test_concurrent_requests_score_the_probe_once(tmp_path: Path) -> None:
-    cache, teacher = ScoreCache(settings(tmp_path)), CountingTeacher()
-
-    async def several() -> None:
-        await asyncio.gather(*(cache.scores([sequence(number)], teacher) for number in range(8)))
-
-    asyncio.run(several())
-    assert teacher.n_scored == 1 + 8
-
-
-@pytest.mark.parametrize("damage", ["a file in place of the folder", "a damaged probe"])
-def test_unusable_folder_is_reported_with_its_key(tmp_path: Path, damage: str) -> None:
-    cache = ScoreCache(settings(tmp_path))
-    if damage == "a damaged probe":
-        cache.folder.mkdir(parents=True)
-        (cache.folder / "probe.npy").write_bytes(b"")
-    else:
-        cache.folder.write_text("")
-    with raises(TeacherSetupError, options=(CACHE_DIR,), path=cache.folder):
-        scores(cache, CountingTeacher(), [sequence(1)])
+@pytest.mark.parametrize("place", ["", "below"])
+def test_unusable_folder_is_reported_with_its_key(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / place
+    with raises(TeacherSetupError, options=(CACHE_DIR,), path=folder):
+        ScoreCache(settings(folder)).open()
