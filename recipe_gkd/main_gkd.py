@@ -48,6 +48,7 @@ from recipe_gkd.metrics.loggers.prometheus_logger import check_metrics_port
 from recipe_gkd.metrics.run_events import RunEvents
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import (
+    check_recorded_prompts,
     check_teachers,
     read_prompts,
     read_student,
@@ -173,6 +174,7 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         with waiting_for("start, tokenize the data", None, "the tokenizer"):
             data = read_prompts(config, data_set, student, stop_token_ids)
             read_teacher_prompts(config, data, routes, teachers.clients, student)
+            check_recorded_prompts(teachers.recorded_references, data)
         scorer = opened.enter_context(_open_scorer(config))
         truth_use: TruthUse = "unused" if scorer is None else scorer.truth_use
         validation = read_validation(config, student.tokenizer, truth_use=truth_use)

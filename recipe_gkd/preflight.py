@@ -37,6 +37,9 @@ from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
 from recipe_gkd.teachers.backends import TeacherBackend, score_now, scores_any_sequence
 from recipe_gkd.teachers.prompts import make_teacher_prompts
+from recipe_gkd.teachers.recorded.layout import PATH_KEY
+from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
+from recipe_gkd.teachers.router import RECORDING
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.vocabularies import check_vocabulary
 from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
@@ -176,12 +179,47 @@ def check_teachers(clients: Mapping[str, TeacherBackend], student: Student, conf
         TeacherError: A teacher cannot be reached, or refuses a request.
     """
     end_ids: set[int] = set()
+    sizes: dict[str, int] = {}
     for name, client in clients.items():
         info = check_teacher(name, client, student, config)
-        top_k = config.actor_rollout_ref.teacher.top_k or info.n_logprobs
+        sizes[name] = top_k = config.actor_rollout_ref.teacher.top_k or info.n_logprobs
         log.info("teacher %s: %s, top %d of %d ids", name, info.model_name, top_k, info.n_tokens)
         end_ids.update(info.eos_token_ids)
+    if RECORDING in sizes and len(set(sizes.values())) > 1:
+        log.warning(
+            "the recording has the top %d, the teacher the top %d, so the losses of their responses have different "
+            "tails; set %s.top_k=%d",
+            sizes[RECORDING], max(sizes.values()), TEACHER, min(sizes.values()),
+        )  # fmt: skip
     return tuple(sorted(end_ids))
+
+
+def check_recorded_prompts(recording: RecordedTeacher | None, data: PromptData) -> None:
+    """Check that a recording is of these prompts. Log a warning if it is of a part.
+
+    Args:
+        recording: Scores of the reference responses, if there is a recording.
+        data: Prompts of the training, with those of the teacher.
+
+    Raises:
+        ConfigError: It has none of them.
+    """
+    if recording is None:
+        return
+    prompts = (data.prompt(index, index) for index in range(len(data)))
+    missing = [prompt.row for prompt in prompts if not recording.has_prompt(prompt.ids_for_teacher)]
+    if len(missing) == len(data):
+        raise ConfigError(
+            f"the recording at {PATH_KEY} has no response to any of the {len(data)} prompts of {data.name}",
+            remedy="record these data, with the same tokenizer, chat template and teacher prompt",
+            keys=(PATH_KEY,),
+        )
+    if missing:
+        log.warning(
+            "the recording at %s has no response to %d of the %d prompts of %s, the first is row %d; a step that needs "
+            "one of them ends the run",
+            PATH_KEY, len(missing), len(data), data.name, missing[0],
+        )  # fmt: skip
 
 
 def check_stop_ids(config: Config, student: Student, teacher_ids: Collection[int]) -> frozenset[int]:

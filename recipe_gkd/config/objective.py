@@ -102,7 +102,7 @@ def _without_gradient(config: Config) -> Iterator[ConfigError]:
     if not ((gkd.distill_loss_coef and has_distillation) or (gkd.use_rl_loss and gkd.rl_loss_coef) or has_sft):
         yield ConfigError(
             f"the gradient is zero: {_without_distillation(gkd)}, without a policy loss (gkd.use_rl_loss) and without "
-            "reference responses (gkd.sft_share)",
+            f"reference responses (gkd.sft_share){' after gkd.warmup_steps' if gkd.warmup_steps else ''}",
             remedy="change this key, or add one of these",
             keys=(_teacher_switch(gkd), "gkd.use_rl_loss", "gkd.sft_share"),
         )

@@ -24,7 +24,7 @@ def read_weights(data_set: DataSet, rows: Sequence[int], column: str) -> list[np
         column: Name of the column; dots select a nested field.
 
     Raises:
-        DataError: There is no such column, or a row has something else than numbers of at least 0.
+        DataError: There is no such column, a row has something else than numbers of at least 0, or all are 0.
     """
     path = data_set.find(column, setting=KEY, purpose="with the weights of response tokens")
     weights: list[np.ndarray | None] = []
@@ -32,6 +32,12 @@ def read_weights(data_set: DataSet, rows: Sequence[int], column: str) -> list[np
         row = data_set[index]
         with row.locate_errors(column):
             weights.append(_weights(row.value(path), f"{row.where}, column {column}"))
+    if not any(each is None or each.any() for each in weights):
+        raise DataError(
+            f"{KEY}={column}: all weights of {data_set.name} are 0, so there is nothing to learn",
+            remedy="correct the column, or set the key to null",
+            column=column,
+        )
     return weights
 
 

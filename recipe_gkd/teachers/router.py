@@ -37,7 +37,7 @@ from teacher.records import TeacherSequence
 
 Pair = tuple[Prompt, Response]
 
-RECORDING = "the recording"
+RECORDING = "(recording)"
 """Name of the recording among the sources. No teacher can have it."""
 
 
@@ -144,6 +144,11 @@ class Teachers:
     def sources(self) -> dict[str, TeacherBackend]:
         """Everything that scores responses, by name: the teachers, and the recording of reference responses."""
         return {**self.clients, **({} if self.recording is None else {RECORDING: self.recording})}
+
+    @property
+    def recorded_references(self) -> RecordedTeacher | None:
+        """Recording with the scores of the reference responses: beside the teachers, or the only teacher."""
+        return next((source for source in self.sources.values() if isinstance(source, RecordedTeacher)), None)
 
     def client_specs(self) -> dict[str, ClientDescription]:
         """Return what other processes need to send requests to the teachers, by name.

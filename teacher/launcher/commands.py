@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from teacher.errors import TeacherError
+from teacher.errors import TeacherError, TeacherSetupError
 from teacher.launcher.options import JOIN_OPTIONS, SERVE_OPTIONS, STOP_OPTIONS, Option, help_of, parse_options
 from teacher.launcher.pid_files import HOST, read_pid_files
 from teacher.launcher.processes import Processes, seconds_since_start
@@ -70,16 +70,26 @@ def main(name: str, arguments: Sequence[str]) -> int:
     return 1
 
 
+def _check_ports(args: Namespace, ip: str) -> None:
+    """Check that the ports of the service differ and are free."""
+    ports = (args.proxy_frontend_port, args.proxy_backend_port)
+    for port in ports:
+        check_port_is_free(ip, port, ("PROXY_FRONTEND_PORT", "PROXY_BACKEND_PORT"))
+    if args.openai_port in ports:
+        name = "PROXY_FRONTEND_PORT" if args.openai_port == ports[0] else "PROXY_BACKEND_PORT"
+        what = f"OPENAI_PORT={args.openai_port} is {name} too, expected another port"
+        raise TeacherSetupError(what, options=("OPENAI_PORT", name))
+    if args.openai_port:
+        check_port_is_free("127.0.0.1", args.openai_port, ("OPENAI_PORT",))
+
+
 def serve(args: Namespace) -> int:
     """Start a proxy, its workers and the gateway of OPENAI_PORT. Return once the service answers a real request."""
     require("TRUSTED_NETWORK", args.trusted_network, ("0", "1"))
     gpus = check_settings(args)
     # Workers of this machine and the final check connect to the interface of the proxy.
     ip = "127.0.0.1" if args.bind in ("0.0.0.0", "*") else args.bind
-    for port in (args.proxy_frontend_port, args.proxy_backend_port):
-        check_port_is_free(ip, port, ("PROXY_FRONTEND_PORT", "PROXY_BACKEND_PORT"))
-    if args.openai_port:
-        check_port_is_free("127.0.0.1", args.openai_port, ("OPENAI_PORT",))
+    _check_ports(args, ip)
     run_dir = prepare_run_dir(_run_dir(args, f"teacher-{HOST}-{args.proxy_frontend_port}"), args.report)
     service = ["--server-ip", ip, "--port", str(args.proxy_frontend_port)]
     service += ["--auth-dir", args.auth_dir] if args.auth_dir else []

@@ -52,7 +52,7 @@ def problems_of(name: str, messages: Iterable[str], *, otherwise: str, severity:
 
 def line_of(finding: Finding) -> str:
     """Return the finding as one line, or as an indented paragraph if it is long."""
-    head = f"{finding.severity:<9}{finding.check:<18}"
+    head = f"{finding.severity:<9}{finding.check:<17} "
     body = [line for part in finding.text.splitlines() for line in _wrapped(part, _WIDTH - len(head))]
     return head + f"\n{' ' * len(head)}".join(body)
 

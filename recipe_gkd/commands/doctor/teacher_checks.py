@@ -22,10 +22,13 @@ from recipe_gkd.data.rows import DataSet
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import check_stop_ids, check_teacher, check_teacher_prompts, two_tokens
 from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, scores_any_sequence, timeout_error
+from recipe_gkd.teachers.cache.scores import CacheSettings, ScoreCache
+from recipe_gkd.teachers.cache.setup import open_caches
 from recipe_gkd.teachers.prompts import make_teacher_prompts
 from recipe_gkd.teachers.router import Teachers, open_teachers
 from recipe_gkd.teachers.routes import Routes, read_routes
 from teacher.client import TeacherClient
+from teacher.common.sizes import GIB
 from teacher.errors import TeacherError
 from teacher.records import TeacherInfo, TeacherSequence
 
@@ -47,6 +50,8 @@ def teacher_findings(config: Config, data_set: DataSet | None, student: Student)
         with open_teachers(config, _routes(config, data_set)) as teachers:
             for name, client in teachers.sources.items():
                 yield from findings_of(f"teacher {name}", partial(_check, name, client, student, config, infos))
+            if infos and config.actor_rollout_ref.teacher.cache_dir is not None:
+                yield from findings_of("cache of scores", partial(_cache_findings, config, teachers))
             if infos and data_set is not None:
                 prompts_check = partial(_prompt_findings, config, data_set, student, teachers)
                 yield from findings_of("teacher prompts", prompts_check)
@@ -77,12 +82,25 @@ def _check(
         yield Finding(label, "problem", f"{error}{_hint(name, client, config)}")
         return
     top_k = config.actor_rollout_ref.teacher.top_k or info.n_logprobs
+    workers = f"{info.n_workers} worker{'s' * (info.n_workers != 1)}"
     is_equal = info.tokenizer_fingerprint == student.fingerprint
+    further = "" if is_equal else " and further tokens, which are excluded"
     yield Finding(
         label, "ok",
-        f"{info.model_name}: {info.n_workers} workers, at most {info.max_model_len} tokens, top {top_k} of "
-        f"{info.n_logprobs}, the student's vocabulary{'' if is_equal else ' and further tokens, which are excluded'}",
+        f"{info.model_name}: {workers}, at most {info.max_model_len} tokens, top {top_k} of {info.n_logprobs}, the "
+        f"student's vocabulary{further}",
     )  # fmt: skip
+
+
+def _cache_findings(config: Config, teachers: Teachers) -> Iterator[Finding]:
+    """Open the caches of the teachers, which creates their folders."""
+    for name, cache in open_caches(config, teachers.clients).items():
+        folder = ScoreCache(cache).open()
+        yield Finding("cache of scores", "ok", f"of teacher {name}: {folder}, all of cache_dir at most {_gb(cache)} GB")
+
+
+def _gb(cache: CacheSettings) -> str:
+    return f"{cache.max_bytes / GIB:g}"
 
 
 def _prompt_findings(config: Config, data_set: DataSet, student: Student, teachers: Teachers) -> list[Finding]:

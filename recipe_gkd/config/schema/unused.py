@@ -75,9 +75,12 @@ NO_TEACHER = UnusedWhen(lambda config: not uses_teacher(config.gkd), lambda conf
 CUSTOM_LOSS = needs(lambda config: config.gkd.custom_loss.path, None, "set gkd.custom_loss={path: null, name: null}")
 NO_POLICY_LOSS = needs(lambda config: config.gkd.use_rl_loss, True)
 NO_REFERENCE_RESPONSES = UnusedWhen(
-    lambda config: not trains_on_references(config.gkd), lambda config: config.gkd.sft_share, "0.5"
+    lambda config: not trains_on_references(config.gkd),
+    lambda config: config.gkd.sft_share,
+    "0.5",
+    "set gkd.sft_share=0.5 or gkd.warmup_steps=100",
 )
-ALL_REFERENCES = unused_with(lambda config: config.gkd.sft_share, 1, "0.5")
+ALL_REFERENCES = unused_with(lambda config: config.gkd.sft_share, 1, "0")
 NO_REWARD = UnusedWhen(
     lambda config: not has_reward(config), lambda config: config.custom_reward_function.path, "reward.py"
 )

@@ -20,10 +20,10 @@ import numpy as np
 
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.teachers.cache.files import SUFFIX, ScoreFiles, replace_file
+from teacher import WireDtype
 from teacher.common.probe import probe_difference
 from teacher.errors import TeacherError, TeacherSetupError
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
-from teacher.wire.limits import WireDtype
 
 CACHE_DIR = key_name(lambda config: config.actor_rollout_ref.teacher.cache_dir)
 ABOUT, PROBE = "about.json", "probe.npy"

@@ -52,9 +52,9 @@ class RecordedTeacher:
         """
         manifest = read_manifest(folder)
         if manifest is None:
-            raise TeacherSetupError(
-                f"{PATH_KEY}={folder} has no {MANIFEST}", path=folder, options=(PATH_KEY,), remedy=f"run {_RECORD}"
-            )
+            problem = f"has no {MANIFEST}" if folder.is_dir() else "does not exist"
+            remedy = f"correct the path, or make a recording with {_RECORD} --out {folder}"
+            raise TeacherSetupError(f"{PATH_KEY}={folder} {problem}", path=folder, options=(PATH_KEY,), remedy=remedy)
         _check(manifest, folder, top_k, temperature)
         self._source, self._temperature, self._top_k = manifest.source, temperature, top_k or 0
         self._files = [
@@ -82,6 +82,10 @@ class RecordedTeacher:
             Future of the scores. It fails with `TeacherRequestError` if a sequence is not recorded.
         """
         return self._reader.submit(self._read, list(sequences), temperature)
+
+    def has_prompt(self, prompt_ids: np.ndarray) -> bool:
+        """Return True if a response after this prompt, int32 [P], is recorded."""
+        return _digest(prompt_ids) in self._rows
 
     def restrict_ids(self, n_ids: int) -> None:
         """Refuse to exclude ids, because the recorded distributions have them.

@@ -135,6 +135,13 @@ def test_start_openai_port_in_use_is_refused_before_any_process(interpreter: Pat
     assert f"port {port} of 127.0.0.1 is in use" in refused.stderr and "or set OPENAI_PORT" in refused.stderr
 
 
+def test_gateway_port_of_the_proxy_is_refused(tmp_path: Path, interpreter: Path) -> None:
+    ports = {name: str(free_port()) for name in ("PROXY_FRONTEND_PORT", "PROXY_BACKEND_PORT")}
+    for name, port in ports.items():
+        refused = run("start_server.sh", interpreter, tmp_path / "run", **ports, OPENAI_PORT=port)
+        assert refused.returncode == 1 and f"OPENAI_PORT={port} is {name} too" in refused.stderr
+
+
 def test_start_gateway_that_ends_is_named_with_its_log(interpreter: Path, tmp_path: Path) -> None:
     text = interpreter.read_text()
     interpreter.write_text(text.replace("while ((", '[[ $3 == gateway ]] && echo "no aiohttp" && exit 1\nwhile (('))

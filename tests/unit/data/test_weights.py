@@ -30,7 +30,7 @@ def weights_of(values: list[Any], column: str = "weight", rows: list[int] | None
     ],
 )
 def test_value_gives_the_weights_of_a_response(value: Any, expected: list[float]) -> None:
-    [weights] = weights_of([value])
+    weights, _ = weights_of([value, None])
     found_T = expanded(weights, 4)
     assert found_T.dtype == np.float32 and found_T.tolist() == expected
     assert expanded(weights, 0).shape == (0,)
@@ -45,6 +45,22 @@ def test_weights_are_those_of_the_rows_of_the_prompts_and_may_be_nested() -> Non
 def test_invalid_weight_is_refused_with_row_and_column(value: Any) -> None:
     with raises(DataError, row=1, column="weight"):
         weights_of([None, value, None])
+
+
+@pytest.mark.parametrize(
+    ("values", "is_refused"), [([0, 0.0], True), ([[0.0], [0.0, 0.0]], True), ([0.0, None], False)]
+)
+def test_weights_that_are_all_zero_are_refused(values: list[Any], is_refused: bool) -> None:
+    if is_refused:
+        with raises(DataError, column="weight"):
+            weights_of(values)
+    else:
+        weights_of(values)
+
+
+def test_weight_that_float32_cannot_represent_is_refused() -> None:
+    with raises(DataError, row=0):
+        weights_of([1e39])
 
 
 def test_missing_column_names_the_existing_ones() -> None:

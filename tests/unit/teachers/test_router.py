@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ import pytest
 from recipe_gkd.config import Config
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
-from recipe_gkd.errors import DataError
+from recipe_gkd.errors import ConfigError, DataError
+from recipe_gkd.preflight import check_recorded_prompts
 from recipe_gkd.teachers import failure_policy
 from recipe_gkd.teachers.cache.setup import open_caches
 from recipe_gkd.teachers.recorded.layout import RecordingSource
+from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
 from recipe_gkd.teachers.recorded.writer import RecordingWriter
-from recipe_gkd.teachers.router import Teachers, length_of_union, open_teachers
+from recipe_gkd.teachers.router import RECORDING, Teachers, length_of_union, open_teachers
 from recipe_gkd.teachers.routes import Routes, read_routes
 from recipe_gkd.teachers.scoring import support as scoring_support
 from teacher.client import TeacherClient
@@ -138,18 +141,33 @@ def test_cache_dir_keeps_the_scores_of_a_backend_of_the_driver(tmp_path: Path) -
     assert found == [(0, 1 + 5), (1, 1)]  # with the probe
 
 
-def test_recorded_references_are_not_sent_to_the_teacher(tmp_path: Path) -> None:
-    pairs = [pair(uid, reference=uid % 2 == 0) for uid in range(6)]
-    recorded = [recorded_sample(*each, offset=7) for each in pairs if each[0].reference_ids is not None]
+class Prompts(list[Prompt]):
+    """Prompts of a data set."""
+
+    name = "the data"
+
+    def prompt(self, index: int, uid: int) -> Prompt:
+        return self[index]
+
+
+def recording_of(pairs: Sequence[tuple[Prompt, Response]], folder: Path) -> Path:
+    """Record the scores of the teacher with the offset 7."""
+    recorded = [recorded_sample(*each, offset=7) for each in pairs]
     source = RecordingSource(
         **{name: getattr(INFO, name) for name in ("model_name", "vocab_size", "n_tokens", "tokenizer_fingerprint")},
         **dict(engine="e", max_model_len=99, eos_token_ids=(1,), temperature=1.0, top_k=K, dtype="float32"),
         **dict(prompts="", references="", teacher_prompts="", n_responses=len(recorded)),
     )
-    RecordingWriter(tmp_path / "recording", source).write(recorded)
-    settings = ("gkd.sft_share=0.5", "gkd.sft_target=teacher", f"path={tmp_path}/recording", f"top_k={K}")
+    RecordingWriter(folder, source).write(recorded)
+    return folder
+
+
+def test_recorded_references_are_not_sent_to_the_teacher(tmp_path: Path) -> None:
+    pairs = [pair(uid, reference=uid % 2 == 0) for uid in range(6)]
+    folder = recording_of([each for each in pairs if each[0].reference_ids is not None], tmp_path / "recording")
+    settings = ("gkd.sft_share=0.5", "gkd.sft_target=teacher", f"path={folder}", f"top_k={K}")
     with service(0) as port, open_teachers(configured(f"server_port={port}", *settings), ROUTES) as teachers:
-        assert list(teachers.sources) == ["default", "the recording"]
+        assert list(teachers.sources) == ["default", RECORDING]
         samples = asyncio.run(teachers.score(pairs, step=0))
         metrics = teachers.step_metrics(samples, 0, before=0)
         unknown = pair(6, tokens=(1, 2, 3), reference=True)
@@ -158,6 +176,23 @@ def test_recorded_references_are_not_sent_to_the_teacher(tmp_path: Path) -> None
     assert uids(samples) == list(range(6))
     assert all(is_scored_by(7 if sample.is_reference else 0, sample) for sample in samples)
     assert metrics["teacher/cached_share"] == 0.5
+
+
+@pytest.mark.parametrize("n_others", [0, 2, 3])
+def test_prompts_without_recorded_response_are_reported_at_the_start(
+    n_others: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All prompts of `pair` are equal, so one of other ids is not recorded."""
+    prompts = [replace(pair(uid)[0], ids=np.array([5, 6 if uid >= n_others else 7], np.int32)) for uid in range(3)]
+    data: Any = Prompts(prompts)
+    with closing(RecordedTeacher(recording_of([pair(0)], tmp_path / "recording"))) as recording:
+        if n_others == 3:
+            with raises(ConfigError, keys=(f"{TEACHER}.path",)):
+                check_recorded_prompts(recording, data)
+            return
+        check_recorded_prompts(recording, data)
+    assert ("no response to 2 of the 3 prompts of the data, the first is row 0" in caplog.text) == (n_others == 2)
+    assert bool(caplog.records) == (n_others == 2)
 
 
 def recorded_sample(prompt: Prompt, response: Response, offset: int) -> Sample:

@@ -157,7 +157,7 @@ def test_incomplete_folder_is_not_used(tmp_path: Path) -> None:
 
 
 def test_scores_have_the_type_of_the_wire(tmp_path: Path) -> None:
-    """Requests of the driver return float32 also if the service sends float16."""
+    """Requests of the driver return float32, whatever the service sends."""
     teacher, known = CountingTeacher(), [sequence(1, 2)]
     cache = ScoreCache(settings(tmp_path, wire_dtype="float16"))
     scores(cache, teacher, known)
