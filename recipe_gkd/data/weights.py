@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.errors import DataError
 
-KEY = "gkd.position_weights_key"
+KEY = key_name(lambda config: config.gkd.position_weights_key)
 _LARGEST = float(np.finfo(np.float32).max)
 
 
