@@ -9,4 +9,7 @@ if ! command -v -- "$python" >/dev/null; then
   exit 1
 fi
 export TEACHER_SCRIPT=start_server.sh PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m teacher serve "$@"
+# Python loses a signal that arrives in a callback of its import system. The command unblocks signals after its imports.
+blocked=()
+[[ $(env --help 2>/dev/null) != *--block-signal* ]] || blocked=(env --block-signal=INT,TERM,HUP) # coreutils 8.31
+exec ${blocked[@]+"${blocked[@]}"} "$python" -m teacher serve "$@"

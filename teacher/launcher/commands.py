@@ -18,7 +18,7 @@ from teacher.launcher.pid_files import HOST, read_pid_files
 from teacher.launcher.processes import Processes, seconds_since_start
 from teacher.launcher.run_dir import STOP_SCRIPT, prepare_run_dir
 from teacher.launcher.settings import check_port_is_free, check_settings, require
-from teacher.launcher.stop_requests import Interrupted, StopRequests
+from teacher.launcher.stop_requests import SIGNALS, Interrupted, StopRequests
 from teacher.launcher.stopping import stop_processes
 
 SCRIPT_VARIABLE = "TEACHER_SCRIPT"
@@ -56,6 +56,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
         print(f"Usage: {command.usage}\n\n{help_of(command.options)}")
         return 0
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the scripts block them until Python has started
         args = parse_options(command.options, arguments)
         args.report = report
         return command.run(args)

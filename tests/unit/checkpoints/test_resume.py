@@ -269,7 +269,7 @@ def test_position_and_best_follow_loaded_checkpoint(
     loader: Any = SimpleNamespace(last_step=lambda position, step: step + (100 - position) // 10)
     folder: Any = SimpleNamespace(path=tmp_path, accept=lambda: None)
     nothing: Any = None
-    teachers: Any = SimpleNamespace(client_specs=dict)
+    teachers: Any = SimpleNamespace(client_specs=dict, caches={})
     points = resume_points(settings, PROGRESS)
     plan = main_gkd.TrainingPlan(loader=loader, points=points, fresh=PROGRESS, stop_token_ids=(), n_tokens=8)
     asyncio.run(main_gkd._train(settings, plan, teachers, nothing, folder, StopRequest()))
@@ -319,7 +319,9 @@ class Command:
         student = Student(Path("x"), 64, build_tokenizer(), "fingerprint", n_tokens=60)
         replacements: dict[str, Any] = {
             "read_student": lambda _: student,
-            "open_teachers": lambda *_: nullcontext(SimpleNamespace(clients={})),
+            "open_teachers": lambda *_: nullcontext(
+                SimpleNamespace(clients={}, sources={}, recorded_references=None, use_caches=lambda caches: None)
+            ),
             "check_teachers": lambda *_: (),
             "identify_model": lambda *_: {"tokenizer": student.fingerprint},
             "connected_cluster": lambda _: nullcontext(),
