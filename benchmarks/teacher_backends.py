@@ -34,6 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from teacher_processes import START_TIMEOUT_S, TIMEOUT_S, Service, free_port
 from teacher_service import MAX_MODEL_LEN, Case, make_model
 
@@ -81,7 +82,7 @@ class CacheClient:
 
     def __init__(self, teacher: TeacherClient, folder: Path, k: int) -> None:
         info = replace(teacher.hello(TIMEOUT_S), last_tokens=())
-        settings = dict(top_k=k, wire_dtype="float32", temperature=1.0, n_ids=0)
+        settings = dict(probe_T=np.zeros(1, np.float32), top_k=k, wire_dtype="float32", temperature=1.0, n_ids=0)
         self._cache = ScoreCache(CacheSettings(info=info, folder=folder, max_bytes=1 << 32, **settings))
         self._teacher = teacher
 
