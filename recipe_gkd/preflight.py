@@ -16,12 +16,12 @@ from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.actor.student_dims import load_hf_config
 from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import (
-    has_position_weights,
     reference_setting,
     runs_validation,
     trains_on_references,
     uses_custom_loss,
     uses_sampled_token_loss,
+    weights_column,
 )
 from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.objective import max_scored_tokens
@@ -312,8 +312,8 @@ def read_prompts(config: Config, data_set: DataSet, student: Student, stop_token
     ends = check_stop_ids(config, student, stop_token_ids)
     with_references = trains_on_references(config.gkd)
     data = PromptData(data_set, config.data, student.tokenizer, with_references=with_references, stop_token_ids=ends)
-    if has_position_weights(config.gkd) and config.gkd.position_weights_key is not None:
-        data.set_weights(read_weights(data_set, data.rows, config.gkd.position_weights_key))
+    if (column := weights_column(config.gkd)) is not None:
+        data.set_weights(read_weights(data_set, data.rows, column))
     return data
 
 

@@ -24,6 +24,11 @@ def trains_on_references(gkd: GkdConfig) -> bool:
     return gkd.sft_share > 0 or gkd.warmup_steps > 0
 
 
+def distills_references(gkd: GkdConfig) -> bool:
+    """Return True if some steps train on reference responses with the distributions of a teacher."""
+    return trains_on_references(gkd) and gkd.sft_target == "teacher"
+
+
 def reference_setting(gkd: GkdConfig) -> tuple[str, str]:
     """Return the key with which a run trains on reference responses, and its assignment as text."""
     if gkd.sft_share:
@@ -34,13 +39,18 @@ def reference_setting(gkd: GkdConfig) -> tuple[str, str]:
 def has_recorded_references(config: Config) -> bool:
     """Return True if a recording has the scores of the reference responses, and a teacher scores the others."""
     gkd, teacher = config.gkd, config.actor_rollout_ref.teacher
-    scores_references = trains_on_references(gkd) and gkd.sft_target == "teacher" and uses_teacher(gkd)
-    return teacher.path is not None and teacher.backend != "recorded" and scores_references
+    is_beside_teacher = teacher.path is not None and teacher.backend != "recorded"
+    return is_beside_teacher and distills_references(gkd) and uses_teacher(gkd)
 
 
 def uses_custom_loss(gkd: GkdConfig) -> bool:
     """Return True if a user's function replaces ``gkd.distill_loss_type``."""
     return gkd.custom_loss.path is not None
+
+
+def weights_column(gkd: GkdConfig) -> str | None:
+    """Return the column with the weights of response tokens, None if the distillation loss has no such weights."""
+    return None if uses_custom_loss(gkd) else gkd.position_weights_key
 
 
 def has_position_weights(gkd: GkdConfig) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recipe_gkd.config.conditions import (
+    distills_references,
     has_reward,
     reference_setting,
     trains_on_references,
@@ -72,7 +73,7 @@ def check_custom_loss(config: Config) -> None:
 def _without_gradient(config: Config) -> Iterator[ConfigError]:
     gkd = config.gkd
     has_sampled, is_sft = gkd.sft_share < 1, gkd.sft_target == "data"
-    has_references, has_sft = trains_on_references(gkd), gkd.sft_share > 0 and is_sft
+    has_sft = gkd.sft_share > 0 and is_sft
     has_distillation = uses_teacher(gkd) and (has_sampled or not is_sft)
     if gkd.use_rl_loss and not has_sampled:
         yield ConfigError(
@@ -87,13 +88,13 @@ def _without_gradient(config: Config) -> Iterator[ConfigError]:
             keys=("gkd.use_rl_loss", "gkd.rl_loss_coef"),
         )
     source, shown = reference_setting(gkd)
-    if has_references and is_sft and not gkd.sft_loss_coef:
+    if trains_on_references(gkd) and is_sft and not gkd.sft_loss_coef:
         yield ConfigError(
             f"{shown} with gkd.sft_loss_coef=0: the reference responses have no loss",
             remedy=f"raise the coefficient, or set {source}=0",
             keys=(source, "gkd.sft_loss_coef"),
         )
-    if has_references and not is_sft and not (gkd.distill_loss_coef and uses_teacher(gkd)):
+    if distills_references(gkd) and not (gkd.distill_loss_coef and uses_teacher(gkd)):
         yield ConfigError(
             f"{shown} gkd.sft_target=teacher with {_without_distillation(gkd)}: the reference responses have no loss",
             remedy=f"change this key, or set {source}=0",
@@ -165,7 +166,7 @@ def _sampled_tokens(config: Config) -> Iterator[ConfigError]:
             remedy="set it to expected",
             keys=("gkd.baseline", "gkd.custom_loss.path" if uses_custom_loss(gkd) else "gkd.distill_loss_type"),
         )
-    if is_sampled and trains_on_references(gkd) and gkd.sft_target == "teacher":
+    if is_sampled and distills_references(gkd):
         yield ConfigError(
             f"{kind} with gkd.sft_target=teacher: reference responses are not sampled from the student, so their "
             "tokens do not estimate its divergence",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipe_gkd.config.conditions import trains_on_references, uses_teacher
+from recipe_gkd.config.conditions import distills_references, uses_teacher
 
 if TYPE_CHECKING:
     from recipe_gkd.config.schema import Config
@@ -34,7 +34,7 @@ class Support:
         return cls(
             teacher.student_top_k,
             with_top_k=teacher.support == "union",
-            scores_references=trains_on_references(gkd) and gkd.sft_target == "teacher",
+            scores_references=distills_references(gkd),
         )
 
     def max_ids(self, top_k: int) -> int:

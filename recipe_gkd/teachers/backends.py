@@ -131,24 +131,30 @@ def timeout_error(name: str, timeout_s: float) -> TeacherTimeout:
 
 
 def score_now(
-    name: str, client: TeacherBackend, sequences: Sequence[TeacherSequence], config: Config
+    name: str,
+    client: TeacherBackend,
+    sequences: Sequence[TeacherSequence],
+    config: Config,
+    timeout_s: float | None = None,
 ) -> list[ScoredSequence]:
     """Return the scores of sequences before the training. A service that sleeps is woken.
 
     Args:
         name: Name of the teacher.
+        timeout_s: Time limit, in seconds. None: ``teacher.timeout_s``.
 
     Raises:
         TeacherError: The request failed, or its result is invalid.
     """
     teacher = config.actor_rollout_ref.teacher
+    timeout_s = teacher.timeout_s if timeout_s is None else timeout_s
     if teacher.sleep_between_batches and isinstance(client, TeacherClient):
-        client.wake(teacher.timeout_s)  # a run that was killed has left it asleep
-    request = client.submit(sequences, teacher.timeout_s, temperature=config.gkd.distill_temperature)
-    wait([request], teacher.timeout_s + RESULT_MARGIN_S)
+        client.wake(timeout_s)  # a run that was killed has left it asleep
+    request = client.submit(sequences, timeout_s, temperature=config.gkd.distill_temperature)
+    wait([request], timeout_s + RESULT_MARGIN_S)
     if not request.done():
         request.cancel()
-        raise timeout_error(name, teacher.timeout_s)
+        raise timeout_error(name, timeout_s)
     scored = request.result()
     check_scores(name, sequences, scored)
     return scored

@@ -204,6 +204,15 @@ def test_warm_up_samples_no_responses(tmp_path: Path) -> None:
     assert len(cluster.generated) == sum(n_samples) - sum(n_references)
 
 
+def test_warm_up_calls_no_reward_function(tmp_path: Path) -> None:
+    path = reward_file(tmp_path, "return 1.0")
+    config = configured(tmp_path, "gkd.warmup_steps=1")
+    with RewardScorer(settings(path)) as scorer:
+        first, second, *_ = asyncio.run(batches_of(build_trainer(config, FakeCluster(1), scorer)))
+    assert not [name for name in describe(first, N) if name.startswith("reward/")]
+    assert describe(second, N)["reward/mean"] == 1
+
+
 def test_sampled_prompts_are_assigned_evenly_among_reference_responses(tmp_path: Path) -> None:
     cluster = FakeCluster(n_replicas=2)
     asyncio.run(batches_of(build_trainer(configured(tmp_path, "gkd.sft_share=0.5"), cluster)))

@@ -11,7 +11,7 @@ import numpy as np
 
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.config import Config
-from recipe_gkd.config.conditions import has_position_weights, runs_validation, trains_on_references, trains_on_rewards
+from recipe_gkd.config.conditions import runs_validation, trains_on_references, trains_on_rewards, weights_column
 from recipe_gkd.config.keys import TRAIN_FILES, VAL_FILES
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet, read_data_set
@@ -73,8 +73,8 @@ def data_findings(
     with_references = trains_on_references(config.gkd) and key == TRAIN_FILES
     relaxed = replace(config.data, filter_overlong_prompts=True) if config.data.truncation != "error" else config.data
     data = PromptData(some, relaxed, tokenizer, with_references=with_references)
-    if key == TRAIN_FILES and has_position_weights(config.gkd) and config.gkd.position_weights_key is not None:
-        read_weights(some, data.rows, config.gkd.position_weights_key)
+    if key == TRAIN_FILES and (column := weights_column(config.gkd)) is not None:
+        read_weights(some, data.rows, column)
     if key == VAL_FILES or trains_on_rewards(config):
         RewardItems(data, config.data, tokenizer, truth_use=truth_use)  # raises an error without a ground truth
     if n_texts and template:
@@ -99,7 +99,7 @@ def _needed_columns(config: Config, key: str) -> Iterator[tuple[str, str, str]]:
     data, teacher = config.data, config.actor_rollout_ref.teacher
     if key == TRAIN_FILES and trains_on_references(config.gkd):
         yield "data.response_key", data.response_key, "with the reference responses"
-    if key == TRAIN_FILES and has_position_weights(config.gkd) and config.gkd.position_weights_key is not None:
-        yield "gkd.position_weights_key", config.gkd.position_weights_key, "with the weights of response tokens"
+    if key == TRAIN_FILES and (column := weights_column(config.gkd)) is not None:
+        yield "gkd.position_weights_key", column, "with the weights of response tokens"
     if key == TRAIN_FILES and teacher.route_key is not None:
         yield "actor_rollout_ref.teacher.route_key", teacher.route_key, "that names each prompt's teacher"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 
@@ -21,16 +20,15 @@ from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import check_stop_ids, check_teacher, check_teacher_prompts, two_tokens
-from recipe_gkd.teachers.backends import RESULT_MARGIN_S, TeacherBackend, scores_any_sequence, timeout_error
-from recipe_gkd.teachers.cache.scores import CacheSettings, ScoreCache
+from recipe_gkd.teachers.backends import TeacherBackend, score_now, scores_any_sequence
+from recipe_gkd.teachers.cache.scores import ScoreCache
 from recipe_gkd.teachers.cache.setup import open_caches
 from recipe_gkd.teachers.prompts import make_teacher_prompts
 from recipe_gkd.teachers.router import Teachers, open_teachers
 from recipe_gkd.teachers.routes import Routes, read_routes
 from teacher.client import TeacherClient
-from teacher.common.sizes import GIB
 from teacher.errors import TeacherError
-from teacher.records import TeacherInfo, TeacherSequence
+from teacher.records import TeacherInfo
 
 _SCORE_TIMEOUT_S = 30.0
 
@@ -77,7 +75,7 @@ def _check(
         info = check_teacher(name, client, student, config)
         infos.append(info)
         if not config.actor_rollout_ref.teacher.sleep_between_batches and scores_any_sequence(client):
-            _score_two_tokens(name, client, two_tokens(config))
+            score_now(name, client, [two_tokens(config)], config, _SCORE_TIMEOUT_S)
     except TeacherError as error:
         yield Finding(label, "problem", f"{error}{_hint(name, client, config)}")
         return
@@ -96,11 +94,8 @@ def _cache_findings(config: Config, teachers: Teachers) -> Iterator[Finding]:
     """Open the caches of the teachers, which creates their folders."""
     for name, cache in open_caches(config, teachers.clients).items():
         folder = ScoreCache(cache).open()
-        yield Finding("cache of scores", "ok", f"of teacher {name}: {folder}, all of cache_dir at most {_gb(cache)} GB")
-
-
-def _gb(cache: CacheSettings) -> str:
-    return f"{cache.max_bytes / GIB:g}"
+        limit = f"cache_dir has at most {config.actor_rollout_ref.teacher.cache_gb:g} GB"
+        yield Finding("cache of scores", "ok", f"of teacher {name}: {folder}; {limit}")
 
 
 def _prompt_findings(config: Config, data_set: DataSet, student: Student, teachers: Teachers) -> list[Finding]:
@@ -115,15 +110,6 @@ def _prompt_findings(config: Config, data_set: DataSet, student: Student, teache
     check_teacher_prompts(teachers.clients, prompts.longest, config)
     longest = ", ".join(f"{name} {length}" for name, length in prompts.longest.items())
     return [Finding("teacher prompts", "ok", f"longest of {len(data)} rendered prompts, in tokens: {longest}")]
-
-
-def _score_two_tokens(name: str, client: TeacherBackend, sequence: TeacherSequence) -> None:
-    request = client.submit([sequence], _SCORE_TIMEOUT_S)
-    wait([request], _SCORE_TIMEOUT_S + RESULT_MARGIN_S)
-    if not request.done():
-        request.cancel()
-        raise timeout_error(name, _SCORE_TIMEOUT_S)
-    request.result()
 
 
 def _hint(name: str, client: TeacherBackend, config: Config) -> str:

@@ -127,12 +127,12 @@ def estimate_timing(
     name = device_name or _gpu_name()
     settings = config.actor_rollout_ref
     dims = read_student_dims(settings.model.path, config)
-    for model in (dims, teacher.dims if teacher is not None else dims):
+    for model in [dims] if teacher is None else [dims, teacher.dims]:
         ensure_flops_known(model, config)
-    device, workload, counts = (
+    device, counts, workload = (
         device_rates(name, settings.actor.dtype),
-        mean_workload(config),
         ResponseCounts.of(config),
+        mean_workload(config),
     )
     generation, n_engines = _generation(config, estimate, dims, replace(workload, n_responses=counts.sampled), name)
     scoring = _teacher_seconds(config, estimate, workload, teacher, name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recipe_gkd.config.conditions import (
+    distills_references,
     failure_mode,
     has_loss_parameter,
     has_reward,
@@ -110,7 +111,7 @@ ONLY_STUDENT_SUPPORT = UnusedWhen(
     lambda config: (
         config.actor_rollout_ref.teacher.support == "student"
         and config.actor_rollout_ref.teacher.backend in ("hf", "zmq")
-        and not (trains_on_references(config.gkd) and config.gkd.sft_target == "teacher")
+        and not distills_references(config.gkd)
     ),
     lambda config: config.actor_rollout_ref.teacher.support,
     "union",
