@@ -1,7 +1,7 @@
 """Records of the teacher service: a sequence to score, its scores, and a description of the model.
 
 Shape suffixes: N tokens of a whole sequence, T response positions, K the request's ``top_k`` (all ``n_logprobs`` by
-default), J support ids of a position, which the client selects.
+default), J support ids of a position, which the client selects, R ranges.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from teacher.wire.limits import LIMITS, WireDtype
 
 @dataclass(frozen=True, eq=False, init=False)
 class TeacherSequence:
-    """A prompt with its response.
+    """A prompt with its response, or a conversation.
 
     Example: prompt ``[9, 8, 7]`` and response ``[5, 6]``, of which T = 2 tokens are scored::
 
@@ -29,10 +29,16 @@ class TeacherSequence:
 
         TeacherSequence([9, 8, 7, 5, 6], prompt_len=3, support_ids_TJ=[[5, 2], [6, 1]], with_top_k=False)
 
+    A conversation of which the turns 5, 6 and 1, 2 are scored, and 4 between them is not::
+
+        TeacherSequence([9, 8, 7, 5, 6, 4, 1, 2], prompt_len=3, scored_ranges=[[3, 5], [6, 8]])
+
     Attributes:
         token_ids: Prompt followed by response, int32 [N]. The ids are from the teacher's tokenizer.
-        prompt_len: Number of prompt tokens, 1 <= prompt_len < N. The other T = N - prompt_len tokens are scored.
-        support_ids_TJ: Further ids to score at each response position, int32 [T, J], distinct in a row; -1 for an
+        prompt_len: Number of prompt tokens, 1 <= prompt_len < N.
+        scored_ranges: Ranges [start, end) of the T tokens that are scored, after the prompt, ascending and disjoint,
+            int32 [R, 2]. None: all tokens after the prompt, T = N - prompt_len.
+        support_ids_TJ: Further ids to score at each scored position, int32 [T, J], distinct in a row; -1 for an
             unused entry. None: no further ids.
         with_top_k: Score the teacher's top k. Without support ids it must be True.
     """
@@ -41,12 +47,14 @@ class TeacherSequence:
     prompt_len: int
     support_ids_TJ: np.ndarray | None
     with_top_k: bool
+    scored_ranges: np.ndarray | None
 
     def __init__(
         self,
         token_ids: np.ndarray | Sequence[int],
         prompt_len: int,
         *,
+        scored_ranges: np.ndarray | Sequence[Sequence[int]] | None = None,
         support_ids_TJ: np.ndarray | Sequence[Sequence[int]] | None = None,
         with_top_k: bool = True,
     ) -> None:
@@ -55,6 +63,7 @@ class TeacherSequence:
         Args:
             token_ids: Array [N], which is not copied, or a plain list of N ids.
             prompt_len: Number of prompt tokens.
+            scored_ranges: Array [R, 2], which is not copied, or lists of start and end.
             support_ids_TJ: Array [T, J], which is not copied, or lists of ids.
             with_top_k: Score the teacher's top k.
         """
@@ -62,15 +71,39 @@ class TeacherSequence:
             token_ids = _as_array(token_ids)
         if support_ids_TJ is not None and not isinstance(support_ids_TJ, np.ndarray):
             support_ids_TJ = _as_array(support_ids_TJ)
+        if scored_ranges is not None and not isinstance(scored_ranges, np.ndarray):
+            scored_ranges = _as_array(scored_ranges)
         object.__setattr__(self, "token_ids", token_ids)
         object.__setattr__(self, "prompt_len", prompt_len)
         object.__setattr__(self, "support_ids_TJ", support_ids_TJ)
         object.__setattr__(self, "with_top_k", with_top_k)
+        object.__setattr__(self, "scored_ranges", scored_ranges)
 
     @property
     def n_scored(self) -> int:
-        """Number of response positions T."""
-        return len(self.token_ids) - self.prompt_len
+        """Number of scored positions T."""
+        if self.scored_ranges is None:
+            return len(self.token_ids) - self.prompt_len
+        return int((self.scored_ranges[:, 1] - self.scored_ranges[:, 0]).sum())
+
+    @property
+    def first_scored(self) -> int:
+        """Position of the first token that is scored."""
+        return self.prompt_len if self.scored_ranges is None else int(self.scored_ranges[0, 0])
+
+    @property
+    def scored_positions_T(self) -> np.ndarray:
+        """Positions of the tokens that are scored, ascending, int64 [T]."""
+        if self.scored_ranges is None:
+            return np.arange(self.prompt_len, len(self.token_ids))
+        return np.concatenate([np.arange(start, end) for start, end in self.scored_ranges.tolist()])
+
+    @property
+    def scored_ids_T(self) -> np.ndarray:
+        """Tokens that are scored, int32 [T]. A view of ``token_ids`` if they are all tokens after the prompt."""
+        if self.scored_ranges is None:
+            return self.token_ids[self.prompt_len :]
+        return self.token_ids[self.scored_positions_T]
 
     @property
     def n_support(self) -> int:
@@ -90,10 +123,10 @@ def _as_array(token_ids: Sequence[int] | Sequence[Sequence[int]]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class ScoredSequence:
-    """The teacher's distributions at the response positions of one sequence.
+    """The teacher's distributions at the scored positions of one sequence.
 
     Row r is ``log_softmax(logits / temperature)`` over the whole vocabulary in fp32, for the logits that predict
-    response token r from all tokens before it. The logits are the model's final ones (after soft cap and scale). The
+    scored token r from all tokens before it. The logits are the model's final ones (after soft cap and scale). The
     temperature of the request, 1 by default, applies to all arrays.
 
     Attributes:

@@ -1,7 +1,11 @@
 """Records of one sample: its prompt, its response and the teacher's scores.
 
 Arrays belong to one sample and are not padded until the actor packs them.
-Axes: P prompt tokens, T response tokens, K ids of the support (the teacher's top-k by default), J ids of the student.
+Axes: P prompt tokens, T response tokens, K ids of the support (the teacher's top-k by default), J ids of the student,
+N tokens between the turns of a conversation.
+
+In a conversation with several turns, the response tokens are what the student sampled in all turns. Everything that
+counts response tokens (losses, metrics, weights, positions) therefore leaves out what others inserted.
 """
 
 from __future__ import annotations
@@ -42,6 +46,19 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InsertedTokens:
+    """Tokens of a conversation that the student did not sample: messages of tools and users, and parts of the template.
+
+    Attributes:
+        ids_N: Token ids, int32 [N].
+        before_N: Index of the response token that follows each of them, from 0 to T - 1, ascending, int32 [N].
+    """
+
+    ids_N: np.ndarray
+    before_N: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
 class Response:
     """A response sampled by a rollout worker, or the reference response of the data.
 
@@ -58,6 +75,7 @@ class Response:
         student_ids_TJ: The student's likeliest ids at each position under the weights that sampled the token, int32
             [T, J]; -1 for an id without probability. None if the support of the loss does not contain them, and after
             the teacher has scored the response.
+        inserted: Tokens between the turns of a conversation. None in a response of one turn.
     """
 
     uid: int
@@ -67,6 +85,27 @@ class Response:
     weights_version: int
     versions_T: np.ndarray
     student_ids_TJ: np.ndarray | None = None
+    inserted: InsertedTokens | None = None
+
+    @property
+    def sequence_ids(self) -> np.ndarray:
+        """All tokens after the prompt, int32: the response tokens, and those inserted between them."""
+        if self.inserted is None:
+            return self.ids
+        return np.insert(self.ids, self.inserted.before_N, self.inserted.ids_N)
+
+    @property
+    def offsets_T(self) -> np.ndarray:
+        """Index of each response token in ``sequence_ids``, int32 [T]."""
+        index_T = np.arange(len(self.ids), dtype=np.int32)
+        if self.inserted is None:
+            return index_T
+        return index_T + np.searchsorted(self.inserted.before_N, index_T, side="right").astype(np.int32)
+
+    @property
+    def n_inserted(self) -> int:
+        """Number of tokens between the turns."""
+        return 0 if self.inserted is None else len(self.inserted.ids_N)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +278,8 @@ class Sample:
         if set(lengths.values()) != {rows}:
             listed = ", ".join(f"{length} {name}" for name, length in lengths.items())
             raise ValueError(f"sample {self.prompt.uid}: {rows} response tokens, {listed}; all must be equal")
+        if (inserted := self.response.inserted) is not None:
+            _check_inserted(inserted, rows, self.prompt.uid)
 
     @property
     def top_k(self) -> TeacherTopK:
@@ -253,10 +294,20 @@ class Sample:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Input of the actor's forward pass, int32 [P + T]."""
-        return np.concatenate([self.prompt.ids, self.response.ids])
+        """Prompt, response and the tokens between its turns, int32 [P + T + N]."""
+        return np.concatenate([self.prompt.ids, self.response.sequence_ids])
 
     @property
     def n_tokens(self) -> int:
-        """Number of prompt and response tokens."""
-        return len(self.prompt.ids) + len(self.response.ids)
+        """Number of tokens of the prompt, of the response, and between its turns."""
+        return len(self.prompt.ids) + len(self.response.ids) + self.response.n_inserted
+
+
+def _check_inserted(inserted: InsertedTokens, n_tokens: int, uid: int) -> None:
+    before_N = inserted.before_N
+    is_valid = len(before_N) == len(inserted.ids_N) and (np.diff(before_N) >= 0).all()
+    if not is_valid or (len(before_N) and not 0 <= before_N[0] <= before_N[-1] < n_tokens):
+        raise ValueError(
+            f"sample {uid}: {len(inserted.ids_N)} inserted tokens before the response tokens {before_N.tolist()}; "
+            f"expected as many indices, ascending, from 0 to {n_tokens - 1}"
+        )

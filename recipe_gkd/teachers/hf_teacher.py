@@ -283,13 +283,13 @@ class HfTeacher:
         hidden_RSD = self._model.hidden_states(ids_RS, mask_RS)
         results = []
         for row, sequence in enumerate(sequences):
-            positions = slice(sequence.prompt_len - 1, len(sequence.token_ids) - 1)
-            results.append(self._score_row(hidden_RSD[row, positions], sequence, temperature))
+            before_T = torch.from_numpy(sequence.scored_positions_T - 1).to(self._device)
+            results.append(self._score_row(hidden_RSD[row, before_T], sequence, temperature))
         return results
 
     def _score_row(self, hidden_TD: torch.Tensor, sequence: TeacherSequence, temperature: float) -> ScoredSequence:
-        """Return the scores of one response from the hidden states that predict its tokens, in chunks."""
-        ids_T1 = torch.from_numpy(sequence.token_ids[sequence.prompt_len :, None].astype(np.int64)).to(self._device)
+        """Return the scores of one sequence from the hidden states that predict its scored tokens, in chunks."""
+        ids_T1 = torch.from_numpy(sequence.scored_ids_T[:, None].astype(np.int64)).to(self._device)
         support_TJ = torch.empty(len(ids_T1), 0, dtype=torch.int64, device=self._device)
         if sequence.support_ids_TJ is not None:
             support_TJ = torch.from_numpy(sequence.support_ids_TJ.astype(np.int64)).to(self._device)

@@ -279,11 +279,13 @@ class Teachers:
 
     def _sequence(self, prompt: Prompt, response: Response) -> TeacherSequence:
         """Return what a teacher scores of a response: the tokens that the loss covers, and the student's ids there."""
-        ids_T, student_ids_TJ = response.ids[: self._gkd.max_loss_position], response.student_ids_TJ
+        offsets_T, student_ids_TJ = response.offsets_T[: self._gkd.max_loss_position], response.student_ids_TJ
+        prompt_len = len(prompt.ids_for_teacher)
         return TeacherSequence(
-            token_ids=np.concatenate([prompt.ids_for_teacher, ids_T]),
-            prompt_len=len(prompt.ids_for_teacher),
-            support_ids_TJ=None if student_ids_TJ is None else student_ids_TJ[: len(ids_T)],
+            token_ids=np.concatenate([prompt.ids_for_teacher, response.sequence_ids[: offsets_T[-1] + 1]]),
+            prompt_len=prompt_len,
+            scored_ranges=None if response.inserted is None else prompt_len + _ranges(offsets_T),
+            support_ids_TJ=None if student_ids_TJ is None else student_ids_TJ[: len(offsets_T)],
             with_top_k=student_ids_TJ is None or self._support.with_top_k,
         )
 
@@ -333,6 +335,13 @@ class Teachers:
 def _unfinished(addresses: Iterable[str], calls: Sequence[asyncio.Future[int]]) -> dict[str, int]:
     """Return the services whose calls have not returned."""
     return {f"the teacher at {address}": 1 for address, call in zip(addresses, calls, strict=True) if not call.done()}
+
+
+def _ranges(numbers_T: np.ndarray) -> np.ndarray:
+    """Return the ranges [start, end) of consecutive numbers, int32 [R, 2]. The numbers are ascending."""
+    (breaks,) = np.nonzero(np.diff(numbers_T) > 1)
+    starts, ends = numbers_T[np.append(0, breaks + 1)], numbers_T[np.append(breaks, -1)] + 1
+    return np.stack([starts, ends], 1).astype(np.int32)
 
 
 def _of_response(scores: TeacherTopK | StoredTopK | None, n_tokens: int) -> TeacherTopK | StoredTopK:

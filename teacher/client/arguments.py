@@ -57,11 +57,16 @@ def _normalize(i: int, sequence: TeacherSequence) -> TeacherSequence:
     support_ids_TJ = sequence.support_ids_TJ
     if support_ids_TJ is not None:
         support_ids_TJ = _as_support(i, support_ids_TJ)
-    if token_ids.dtype == np.int32 and type(prompt_len) is int and support_ids_TJ is sequence.support_ids_TJ:
+    ranges_R2 = sequence.scored_ranges
+    if ranges_R2 is not None and np.issubdtype(ranges_R2.dtype, np.integer):
+        ranges_R2 = ranges_R2.astype(np.int32, copy=False)  # `check_sequences` refuses the others
+    is_normal = support_ids_TJ is sequence.support_ids_TJ and ranges_R2 is sequence.scored_ranges
+    if token_ids.dtype == np.int32 and type(prompt_len) is int and is_normal:
         return sequence
     return TeacherSequence(
         token_ids.astype(np.int32, copy=False),
         int(prompt_len),
+        scored_ranges=ranges_R2,
         support_ids_TJ=support_ids_TJ,
         with_top_k=sequence.with_top_k,
     )

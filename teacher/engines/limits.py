@@ -47,7 +47,7 @@ def check_sequence(sequence: TeacherSequence, n_ids: int, info: ModelInfo, memor
     _check_support(sequence, n_allowed, info)
     if (n_bytes := memory.bytes_of(sequence)) > memory.max_bytes:
         raise TeacherRequestError(
-            f"the result of {len(ids)} tokens, {len(ids) - sequence.prompt_len} of them scored, takes "
+            f"the result of {len(ids)} tokens, {sequence.n_scored} of them scored, takes "
             f"{n_bytes / MIB:.1f} MiB of the teacher's memory with N_LOGPROBS={info.n_logprobs}, the limit is "
             f"MAX_RESULT_MIB={memory.max_bytes >> 20}",
             argument="token_ids",

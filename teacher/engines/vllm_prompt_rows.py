@@ -1,14 +1,16 @@
-"""Prompts are not scored: their part of the KV cache is shared, and V1 computes no logits of them.
+"""Tokens before the first scored one: their part of the KV cache is shared. V1 computes logits of scored tokens only.
 
 Sequences with a common prompt (several responses, a system prompt) find its blocks in vLLM's prefix cache. By default
 vLLM does not read the cache for requests of prompt log-probabilities, because rows of cached tokens are never computed.
-Only rows from the last token of the prompt on are needed here, so a lookup that ends before this token is safe. It must
-end there: the cache also has the responses of earlier requests.
+Only rows from the token before the first scored one on are needed here, so a lookup that ends before it is safe. It
+must end there: the cache also has the responses of earlier requests.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from teacher.common.vllm_setup import TESTED_VLLM
 from teacher.engines.vllm_install import vllm_version
@@ -17,19 +19,21 @@ from teacher.errors import TeacherSetupError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PROMPT_LEN = "teacher_prompt_len"
-"""Key of the number of prompt tokens in ``extra_args`` of a request's `SamplingParams`."""
+SCORED = "teacher_scored_positions"
+"""Key of the positions of the scored tokens, ascending, int64 [T], in ``extra_args`` of a request's `SamplingParams`.
+The first is at least 1."""
 SUPPORT_IDS = "teacher_support_ids"
-"""Key of the support ids of the response, int32 [T, J], in ``extra_args``. -1 is an unused entry."""
+"""Key of the support ids of the scored tokens, int32 [T, J], in ``extra_args``. -1 is an unused entry."""
 
 
-def prompt_len_of(params: Any) -> int:
-    """Return the number of prompt tokens of a request: at least 1. 1 for requests of vLLM itself."""
-    return int((params.extra_args or {}).get(PROMPT_LEN, 1)) if params is not None else 1
+def first_scored(params: Any) -> int:
+    """Return the position of the first scored token of a request. 1 for requests of vLLM itself."""
+    positions_T = (params.extra_args or {}).get(SCORED) if params is not None else None
+    return 1 if positions_T is None else int(positions_T[0])
 
 
 def share_prompts(engine: Any) -> None:
-    """Limit lookups in the prefix cache of an `LLMEngine` to the tokens before the last one of the prompt.
+    """Limit lookups in the prefix cache of an `LLMEngine` to the tokens before the one that predicts the first scored.
 
     Raises:
         TeacherSetupError: The engine has no cache manager where the tested version has it.
@@ -44,7 +48,7 @@ def share_prompts(engine: Any) -> None:
         ) from error
 
     def limited_lookup(request: Any) -> Any:
-        limit = prompt_len_of(request.sampling_params) - 1
+        limit = first_scored(request.sampling_params) - 1
         coordinator.find_longest_cache_hit = lambda hashes, longest: find(hashes, min(longest, limit))
         try:
             return lookup(request)
@@ -55,7 +59,7 @@ def share_prompts(engine: Any) -> None:
 
 
 def score_responses(runner: Any) -> None:
-    """Let vLLM's V1 model runner score the response rows of a request, at its top k and at its support ids.
+    """Let vLLM's V1 model runner compute the scored rows of a request, at its top k and at its support ids.
 
     It replaces the runner's method, which computes rows of all tokens of a prompt and has no support ids. Column 0 is
     the token of the sequence, the next columns are the top k; log-probabilities of the support ids follow. The ranks
@@ -74,10 +78,11 @@ def score_responses(runner: Any) -> None:
             request, n_tokens = runner.requests[request_id], len(runner.requests[request_id].prompt_token_ids)
             start = request.num_computed_tokens
             end = start + num_scheduled_tokens[request_id]
-            rows = range(max(start, prompt_len_of(request.sampling_params) - 1), min(end, n_tokens - 1))
-            if rows:
+            positions_T = _scored_positions(request)
+            chunk = slice(*np.searchsorted(positions_T, (start + 1, end + 1)))  # row i predicts token i + 1
+            if chunk.start < chunk.stop:
                 first = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]]) - start
-                _score_rows(runner, request_id, rows, hidden_states[first + rows.start : first + rows.stop])
+                _score_rows(runner, request_id, chunk, _rows(hidden_states, first - 1 + positions_T[chunk]))
             if end >= n_tokens:  # the sequence is complete
                 finished[request_id] = request.in_progress_prompt_logprobs_cpu
                 request.in_progress_prompt_logprobs_cpu = None
@@ -87,12 +92,28 @@ def score_responses(runner: Any) -> None:
     runner._get_prompt_logprobs_dict = compute_responses
 
 
-def _score_rows(runner: Any, request_id: str, rows: range, hidden_RD: Any) -> None:
-    """Compute rows of a request, and store them until the request is finished. Row i predicts token i + 1.
+def _scored_positions(request: Any) -> np.ndarray:
+    """Return the positions of the scored tokens. vLLM's own requests (warm-up) have all after the first."""
+    positions_T = (request.sampling_params.extra_args or {}).get(SCORED)
+    return np.arange(1, len(request.prompt_token_ids)) if positions_T is None else positions_T
+
+
+def _rows(hidden_states: Any, rows_R: np.ndarray) -> Any:
+    """Return rows of the hidden states, as a view if they are neighbors."""
+    first, last = int(rows_R[0]), int(rows_R[-1])
+    if last - first + 1 == len(rows_R):
+        return hidden_states[first : last + 1]
+    import torch
+
+    return hidden_states[torch.from_numpy(rows_R).to(hidden_states.device)]
+
+
+def _score_rows(runner: Any, request_id: str, chunk: slice, hidden_RD: Any) -> None:
+    """Compute rows of a request, and store them until the request is finished.
 
     Args:
-        rows: Positions of the rows in the sequence.
-        hidden_RD: Hidden states of these positions.
+        chunk: Part of the scored tokens.
+        hidden_RD: Hidden states that predict them.
     """
     import torch
     from vllm.v1.outputs import LogprobsTensors
@@ -102,23 +123,21 @@ def _score_rows(runner: Any, request_id: str, rows: range, hidden_RD: Any) -> No
         return
     logps_RV = runner.sampler.compute_logprobs(logits_RV)
     request, k = runner.requests[request_id], runner.num_prompt_logprobs[request_id]
-    prompt_len = prompt_len_of(request.sampling_params)
-    tokens_R = torch.tensor(request.prompt_token_ids[rows.start + 1 : rows.stop + 1], device=logps_RV.device)
+    positions_T = _scored_positions(request)
+    tokens_R = torch.tensor([request.prompt_token_ids[i] for i in positions_T[chunk].tolist()], device=logps_RV.device)
     top_RK = logps_RV.topk(k, dim=-1)
     ids = torch.cat([tokens_R[:, None], top_RK.indices], dim=1)
     logps = [logps_RV.gather(1, tokens_R[:, None]), top_RK.values]
-    in_response = slice(rows.start - prompt_len + 1, rows.stop - prompt_len + 1)
     if (support_TJ := (request.sampling_params.extra_args or {}).get(SUPPORT_IDS)) is not None:
-        support_RJ = torch.from_numpy(support_TJ[in_response]).to(logps_RV.device, torch.int64)
+        support_RJ = torch.from_numpy(support_TJ[chunk]).to(logps_RV.device, torch.int64)
         logps.append(logps_RV.gather(1, support_RJ.clamp(min=0)).where(support_RJ >= 0, float("-inf")))
     columns = torch.cat(logps, dim=1)
     if (stored := request.in_progress_prompt_logprobs_cpu) is None:
-        n_rows = len(request.prompt_token_ids) - prompt_len
         stored = LogprobsTensors(
-            torch.empty((n_rows, ids.shape[1]), dtype=torch.int32),
-            torch.empty((n_rows, columns.shape[1]), dtype=torch.float32),
+            torch.empty((len(positions_T), ids.shape[1]), dtype=torch.int32),
+            torch.empty((len(positions_T), columns.shape[1]), dtype=torch.float32),
             torch.empty(0, dtype=torch.int32),
         )
         request.in_progress_prompt_logprobs_cpu = stored
-    stored.logprob_token_ids[in_response] = ids.to("cpu", torch.int32)
-    stored.logprobs[in_response] = columns.cpu()
+    stored.logprob_token_ids[chunk] = ids.to("cpu", torch.int32)
+    stored.logprobs[chunk] = columns.cpu()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Peers of different versions refuse each other. A peer that ignores a field would return scores of another request."""
 
 WireDtype = Literal["float32", "float16"]
@@ -31,7 +31,8 @@ class Limits:
         vocab_size: Vocabulary size, and size of each array dimension.
         eos_token_ids: End-of-sequence tokens of one model.
         last_tokens: Last tokens of one tokenizer, each of at most 1024 characters.
-        request_frame_bytes: Size of a frame sent to a worker: the token ids of one sequence, or its support ids.
+        request_frame_bytes: Size of a frame sent to a worker: the token ids of one sequence, its support ids, or its
+            scored ranges.
         reply_frame_bytes: Size of a frame sent to a client: 1M tokens with top-4096, or 16k tokens with the whole
             vocabulary of 256k tokens.
         timeout_s: Deadline of a request, in seconds.

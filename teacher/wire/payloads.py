@@ -18,8 +18,9 @@ from teacher.wire.request_checks import check_sequences, check_temperature
 class Sequences(WireType):
     """Sequences to score. The arrays are copied, so the caller may change them while the message is queued.
 
-    If any sequence has support ids, the arrays of all token ids are followed by one of each sequence with its support
-    ids, [T, 0] for none.
+    If any sequence has support ids or scored ranges, the arrays of all token ids are followed by one of each sequence
+    with its support ids, [T, 0] for none. If any has scored ranges, one of each with their starts and ends follows,
+    [2, R], or [2, 0] for none.
     """
 
     entries = ("prompt_lens", "with_top_k", "arrays")
@@ -28,19 +29,31 @@ class Sequences(WireType):
         """Return the sequences."""
         arrays, lens = content.arrays, _list(content, "prompt_lens")
         with_top_k = _list(content, "with_top_k")
-        if not lens or len(arrays) not in (len(lens), 2 * len(lens)):
+        if not lens or len(arrays) not in (len(lens), 2 * len(lens), 3 * len(lens)):
             raise TeacherProtocolError(
-                f"expected prompt_lens for {len(arrays)} arrays, or for half of them, got {short(lens)}",
+                f"expected prompt_lens for {len(arrays)} arrays, or for a half or a third of them, got {short(lens)}",
                 entry="prompt_lens",
             )
         if len(with_top_k) != len(lens) or not all(type(flag) is bool for flag in with_top_k):
             raise TeacherProtocolError(
                 f"expected {len(lens)} booleans in with_top_k, got {short(with_top_k)}", entry="with_top_k"
             )
-        support = [None if not array.size else array for array in arrays[len(lens) :]] or [None] * len(lens)
+        support, ranges = (
+            [None if not array.size else array for array in arrays[kind * len(lens) : (kind + 1) * len(lens)]]
+            or [None] * len(lens)
+            for kind in (1, 2)
+        )
         sequences = [
-            TeacherSequence(ids_N, n, support_ids_TJ=support_TJ, with_top_k=flag)
-            for ids_N, n, support_TJ, flag in zip(arrays[: len(lens)], lens, support, with_top_k, strict=True)
+            TeacherSequence(
+                ids_N,
+                n,
+                scored_ranges=None if bounds_2R is None else bounds_2R.T,
+                support_ids_TJ=support_TJ,
+                with_top_k=flag,
+            )
+            for ids_N, n, bounds_2R, support_TJ, flag in zip(
+                arrays[: len(lens)], lens, ranges, support, with_top_k, strict=True
+            )
         ]
         try:
             check_sequences(sequences)
@@ -58,16 +71,27 @@ class Sequences(WireType):
         content.header["prompt_lens"] = [sequence.prompt_len for sequence in value]
         content.header["with_top_k"] = [sequence.with_top_k for sequence in value]
         content.arrays += [sequence.token_ids.copy() for sequence in value]
-        if any(sequence.n_support for sequence in value):
+        has_ranges = any(sequence.scored_ranges is not None for sequence in value)
+        if has_ranges or any(sequence.n_support for sequence in value):
             content.arrays += [
                 np.empty((sequence.n_scored, 0), np.int32)
                 if sequence.support_ids_TJ is None
                 else sequence.support_ids_TJ.copy()
                 for sequence in value
             ]
+        if has_ranges:
+            content.arrays += [
+                np.empty((2, 0), np.int32)
+                if sequence.scored_ranges is None
+                else np.array(sequence.scored_ranges.T, order="C")
+                for sequence in value
+            ]
 
     def __str__(self) -> str:
-        return "for each of them int32 [N]; with support ids then for each of them int32 [T,J]"
+        return (
+            "for each of them int32 [N]; with support ids or ranges then for each of them int32 [T,J]; with ranges "
+            "then for each of them int32 [2,R]"
+        )
 
 
 def _list(content: Content, entry: str) -> list[Any]:

@@ -78,7 +78,30 @@ def _check_sequence(i: int, sequence: TeacherSequence) -> None:
             sequence=i,
             argument="prompt_len",
         )
+    _check_ranges(i, sequence)
     _check_support(i, sequence)
+
+
+def _check_ranges(i: int, sequence: TeacherSequence) -> None:
+    ranges_R2 = sequence.scored_ranges
+    if ranges_R2 is None:
+        return
+    is_array = isinstance(ranges_R2, np.ndarray)
+    if not is_array or ranges_R2.dtype != np.int32 or ranges_R2.ndim != 2 or ranges_R2.shape[1] != 2:
+        got = f"{ranges_R2.dtype} {list(ranges_R2.shape)}" if is_array else type(ranges_R2).__name__
+        raise TeacherRequestError(
+            f"scored_ranges must be a numpy int32 array [R, 2], got {got}", sequence=i, argument="scored_ranges"
+        )
+    bounds = ranges_R2.ravel()
+    first, end = sequence.prompt_len, len(sequence.token_ids)
+    are_ordered = len(bounds) and first <= bounds[0] and bounds[-1] <= end and bool((np.diff(bounds) >= 0).all())
+    if not are_ordered or not (ranges_R2[:, 0] < ranges_R2[:, 1]).all():
+        raise TeacherRequestError(
+            f"scored_ranges: got {short(ranges_R2.tolist())}, expected at least one range [start, end), none of them "
+            f"empty, ascending and disjoint, from {first} (the end of the prompt) to {end}",
+            sequence=i,
+            argument="scored_ranges",
+        )
 
 
 def _check_support(i: int, sequence: TeacherSequence) -> None:
@@ -101,7 +124,7 @@ def _check_support(i: int, sequence: TeacherSequence) -> None:
         is_array = isinstance(support_TJ, np.ndarray)
         got = f"{support_TJ.dtype} {list(support_TJ.shape)}" if is_array else type(support_TJ).__name__
         raise TeacherRequestError(
-            f"support_ids_TJ must be a numpy int32 array [T, J] of the {sequence.n_scored} response tokens, got {got}",
+            f"support_ids_TJ must be a numpy int32 array [T, J] of the {sequence.n_scored} scored tokens, got {got}",
             sequence=i,
             argument="support_ids_TJ",
         )

@@ -32,7 +32,7 @@ REFUSED = 99  # a token that every engine rejects
 
 def fake_scores(sequence: TeacherSequence, offset: int) -> ScoredSequence:
     """Return the scores of the engine with this offset. They depend on every response token."""
-    response_T = sequence.token_ids[sequence.prompt_len :]
+    response_T = sequence.scored_ids_T
     topk_ids_TK = (response_T[:, None] + offset + np.arange(K, dtype=np.int32)) % N_TOKENS
     topk_logps_TK = np.tile(np.log([0.4, 0.3, 0.2, 0.1]).astype(np.float32), (len(response_T), 1))
     return ScoredSequence(topk_logps_TK, topk_ids_TK, -(response_T + offset).astype(np.float32))

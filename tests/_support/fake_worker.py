@@ -39,7 +39,7 @@ TOO_COLD = 0.125
 
 def expected_scores(sequence: TeacherSequence, temperature: float = 1.0) -> ScoredSequence:
     """Return scores that depend on every token, its position and the temperature, so that a mix-up is detected."""
-    response_T = sequence.token_ids[sequence.prompt_len :]
+    response_T = sequence.scored_ids_T
     topk_ids_TK = (response_T[:, None] + np.arange(4, dtype=np.int32)) % 100
     topk_logps_TK = -topk_ids_TK.astype(np.float32) / np.float32(temperature)
     sampled_T = -response_T.astype(np.float32) / np.float32(temperature)

@@ -70,7 +70,7 @@ def sequence(n_tokens: int, first: int = 0, prompt_len: int = 1) -> TeacherSeque
 
 def expected_scores(sequence: TeacherSequence, k: int = 6) -> ScoredSequence:
     """Return scores that depend on every response token, so that exchanged results are noticed."""
-    response_T = sequence.token_ids[sequence.prompt_len :]
+    response_T = sequence.scored_ids_T
     topk_ids_TK = response_T[:, None] + np.arange(k, dtype=np.int32)
     return ScoredSequence(-topk_ids_TK.astype(np.float32) / 7, topk_ids_TK, -response_T.astype(np.float32) / 3)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from recipe_gkd.actor.objective.loss_terms import GlobalDenominators
 from recipe_gkd.commands.gpu_smoke.tiny_actor import actor_config, running_actor
 from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample, random_top_k
 from recipe_gkd.config import Config
-from recipe_gkd.data.samples import Sample
+from recipe_gkd.data.samples import InsertedTokens, Sample
 from recipe_gkd.data.sharding import shard_batch
 from tests._support.waiting import PATIENCE_S
 
@@ -99,6 +100,19 @@ def make_samples(count: int, *, seed: int = 0, sharpness: float = 1.5) -> list[S
         response = rng.integers(0, VOCAB, rng.integers(0, 21)).astype(np.int32)
         samples.append(make_sample(uid, prompt, response, *random_top_k(rng, len(response), VOCAB, TOP_K, sharpness)))
     return samples
+
+
+def with_turns(samples: Sequence[Sample], *, seed: int = 0) -> list[Sample]:
+    """Return the samples as conversations of up to three turns, with 1 to 6 other tokens between two turns."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for sample in samples:
+        n_tokens = len(sample.response.ids)
+        starts = np.sort(rng.permutation(np.arange(1, max(n_tokens, 1)))[:2])
+        before_N = np.repeat(starts, rng.integers(1, 7, len(starts))).astype(np.int32)
+        inserted = InsertedTokens(ids_N=rng.integers(0, VOCAB, len(before_N)).astype(np.int32), before_N=before_N)
+        found.append(replace(sample, response=replace(sample.response, inserted=inserted)))
+    return found
 
 
 def make_config(folder: Path, *overrides: str, ranks: int = 1) -> Config:

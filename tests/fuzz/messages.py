@@ -117,15 +117,19 @@ _WIRE_DTYPES = st.sampled_from(["float32", "float16"])
 def _sequences() -> SearchStrategy[TeacherSequence]:
     ids = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=6)
     return ids.flatmap(
-        lambda ids: st.builds(_sequence, st.just(ids), st.integers(1, len(ids) - 1), st.integers(0, 3), st.booleans())
+        lambda ids: st.builds(
+            _sequence, st.just(ids), st.integers(1, len(ids) - 1), st.integers(0, 3), st.booleans(), st.integers(0, 63)
+        )
     )
 
 
-def _sequence(ids: list[int], prompt_len: int, n_support: int, with_top_k: bool) -> TeacherSequence:
+def _sequence(ids: list[int], prompt_len: int, n_support: int, with_top_k: bool, scored_bits: int) -> TeacherSequence:
+    ranges = [[i, i + 1] for i in range(prompt_len, len(ids)) if scored_bits >> i & 1] or None
+    n_scored = len(ranges) if ranges else len(ids) - prompt_len
     if not n_support:
-        return TeacherSequence(ids, prompt_len)
-    support_TJ = np.arange(-1, (len(ids) - prompt_len) * n_support - 1, dtype=np.int32).reshape(-1, n_support)
-    return TeacherSequence(ids, prompt_len, support_ids_TJ=support_TJ, with_top_k=with_top_k)
+        return TeacherSequence(ids, prompt_len, scored_ranges=ranges)
+    support_TJ = np.arange(-1, n_scored * n_support - 1, dtype=np.int32).reshape(-1, n_support)
+    return TeacherSequence(ids, prompt_len, scored_ranges=ranges, support_ids_TJ=support_TJ, with_top_k=with_top_k)
 
 
 def _errors(kind: type[TeacherError]) -> SearchStrategy[TeacherError]:

@@ -33,9 +33,14 @@ v2_runner.add_triton_backend()
 
 
 def sequences() -> list[TeacherSequence]:
-    """Return the sequences, by key. Four of them are longer than a step."""
-    rng = np.random.default_rng(0)
-    return [TeacherSequence(rng.integers(0, _VOCABULARY, n, dtype=np.int32), 1 + n // 3) for n in _LENGTHS]
+    """Return the sequences, by key. Four of them are longer than a step. Of every third, two ranges are scored."""
+    rng, found = np.random.default_rng(0), []
+    for key, n in enumerate(_LENGTHS):
+        ids_N, prompt_len = rng.integers(0, _VOCABULARY, n, dtype=np.int32), 1 + n // 3
+        n_response = n - prompt_len
+        ranges = [[prompt_len + 1, prompt_len + n_response // 2], [n - 2, n - 1]] if n_response > 6 else None
+        found.append(TeacherSequence(ids_N, prompt_len, scored_ranges=ranges if key % 3 == 0 else None))
+    return found
 
 
 def with_support() -> list[TeacherSequence]:
@@ -44,7 +49,8 @@ def with_support() -> list[TeacherSequence]:
     for key, each in enumerate(sequences()):
         ids_TJ = np.array([rng.permutation(_VOCABULARY)[:N_SUPPORT] for _ in range(each.n_scored)], np.int32)
         ids_TJ[:, 1] = -1
-        found.append(TeacherSequence(each.token_ids, each.prompt_len, support_ids_TJ=ids_TJ, with_top_k=bool(key % 2)))
+        options = dict(scored_ranges=each.scored_ranges, support_ids_TJ=ids_TJ, with_top_k=bool(key % 2))
+        found.append(TeacherSequence(each.token_ids, each.prompt_len, **options))
     return found
 
 

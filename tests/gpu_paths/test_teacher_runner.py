@@ -30,11 +30,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def logits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray]]:
-    """Folder of a model, and its logits [T, V] at the response positions of each sequence."""
+    """Folder of a model, and its logits [T, V] at the scored positions of each sequence."""
     folder = write_model(tmp_path_factory.mktemp("model"), seed=3, with_tokenizer=True)
     model = read_model(folder, torch.float64)
     with torch.no_grad():
-        return folder, [response_logits(model, each.token_ids, each.prompt_len).numpy() for each in sequences()]
+        found = [response_logits(model, each.token_ids, each.prompt_len).numpy() for each in sequences()]
+    scored = [each.scored_positions_T - each.prompt_len for each in sequences()]
+    return folder, [logits_TV[rows] for logits_TV, rows in zip(found, scored, strict=True)]
 
 
 @pytest.fixture(scope="module", params=["auto", "off"])
@@ -57,7 +59,7 @@ def largest_error(scores: dict[str, Any], logits: list[np.ndarray], temperature:
         logps_TV = torch.from_numpy(logits[int(key)] / temperature).log_softmax(-1).numpy()
         ids_TK, logps_TK = np.array(scored["topk_ids_TK"]), np.array(scored["topk_logps_TK"])
         assert logps_TK.shape == (len(logps_TV), TOP_K)
-        sampled_T = np.take_along_axis(logps_TV, sequence.token_ids[sequence.prompt_len :, None], 1)[:, 0]
+        sampled_T = np.take_along_axis(logps_TV, sequence.scored_ids_T[:, None], 1)[:, 0]
         # By id, and by rank: the largest log-probabilities must be those of the teacher, whichever ids tie.
         errors.append(np.abs(logps_TK - np.take_along_axis(logps_TV, ids_TK, 1)).max())
         errors.append(np.abs(logps_TK + np.sort(-logps_TV, axis=1)[:, :TOP_K]).max())
@@ -100,7 +102,7 @@ def test_engine_with_v2_runner_scores_support_ids(
         expected_TJ = np.take_along_axis(logps_TV, np.maximum(sequence.support_ids_TJ, 0), 1)
         expected_TJ[:, 1] = -np.inf
         np.testing.assert_allclose(scored["support_logps_TJ"], expected_TJ, atol=LIMIT / temperature, rtol=0)
-        sampled_T = np.take_along_axis(logps_TV, sequence.token_ids[sequence.prompt_len :, None], 1)[:, 0]
+        sampled_T = np.take_along_axis(logps_TV, sequence.scored_ids_T[:, None], 1)[:, 0]
         np.testing.assert_allclose(scored["sampled_logps_T"], sampled_T, atol=LIMIT / temperature, rtol=0)
 
 

@@ -98,7 +98,7 @@ def pack(
     """
     prompt_lengths = np.array([len(sample.prompt.ids) for sample in samples], dtype=np.int64)
     response_lengths = np.array([len(sample.response.ids) for sample in samples], dtype=np.int64)
-    input_lengths = prompt_lengths + response_lengths - 1
+    input_lengths = np.array([sample.n_tokens for sample in samples], dtype=np.int64) - 1
     ids = [part for sample in samples for part in _input_ids(sample)]
     lengths = packed_lengths(input_lengths.tolist(), multiple_of=multiple_of)
     ids += [np.zeros(n_padding, np.int32) for n_padding in lengths[len(samples) :]]
@@ -111,7 +111,7 @@ def pack(
     return PackedBatch(
         token_ids_N=np.concatenate([np.empty(0, np.int32), *ids], dtype=np.int32, casting="same_kind"),
         lengths=lengths,
-        loss_rows_T=np.repeat(first_rows, response_lengths).astype(np.int32) + positions_T,
+        loss_rows_T=np.repeat(first_rows, response_lengths).astype(np.int32) + _offsets(samples, positions_T),
         positions_T=positions_T,
         sequence_T=np.repeat(sequence, response_lengths).astype(np.int32),
         logps_TK=logps_TK,
@@ -134,8 +134,15 @@ def packed_lengths(lengths: Sequence[int], *, multiple_of: int = 1) -> list[int]
 
 def _input_ids(sample: Sample) -> tuple[np.ndarray, ...]:
     """Return the ids of all tokens but the last, in parts."""
-    prompt_ids, response_ids = sample.prompt.ids, sample.response.ids
+    prompt_ids, response_ids = sample.prompt.ids, sample.response.sequence_ids
     return (prompt_ids, response_ids[:-1]) if len(response_ids) else (prompt_ids[:-1],)
+
+
+def _offsets(samples: Sequence[Sample], positions_T: np.ndarray) -> np.ndarray:
+    """Return the index of each response token among the tokens after its prompt, int32 [T]."""
+    if all(sample.response.inserted is None for sample in samples):
+        return positions_T
+    return np.concatenate([sample.response.offsets_T for sample in samples])
 
 
 def _positions(lengths: np.ndarray) -> np.ndarray:

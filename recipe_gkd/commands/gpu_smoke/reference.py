@@ -50,6 +50,11 @@ def response_logits(model: torch.nn.Module, token_ids: Sequence[int] | np.ndarra
     return logits_NV[prompt_len - 1 : -1]
 
 
+def sample_logits(model: torch.nn.Module, sample: Sample) -> Tensor:
+    """Return the logits of a transformers model that predict the response tokens of a sample, [T, V]."""
+    return response_logits(model, sample.token_ids, len(sample.prompt.ids))[sample.response.offsets_T.tolist()]
+
+
 def response_logps(model: torch.nn.Module, token_ids: Sequence[int] | np.ndarray, prompt_len: int) -> np.ndarray:
     """Return the log-probabilities of all ids at each position after the prompt, [T, V]."""
     with torch.no_grad():
@@ -101,7 +106,7 @@ def train_reference(
     metrics = []
     for batch in batches:
         samples = [sample for sample in batch if len(sample.response.ids)]
-        losses = objective([(each, response_logits(model, each.token_ids, len(each.prompt.ids))) for each in samples])
+        losses = objective([(each, sample_logits(model, each)) for each in samples])
         adam.zero_grad()
         losses["actor/loss"].backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)

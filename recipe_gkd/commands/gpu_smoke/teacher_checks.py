@@ -60,7 +60,7 @@ def score_errors(logps_TV: np.ndarray, sequence: TeacherSequence, scored: Scored
 
     The top-k is compared by id, and by rank: the largest log-probabilities must be equal, whichever ids tie.
     """
-    k, tokens_T1 = scored.topk_ids_TK.shape[1], sequence.token_ids[sequence.prompt_len :, None]
+    k, tokens_T1 = scored.topk_ids_TK.shape[1], sequence.scored_ids_T[:, None]
     by_id = scored.topk_logps_TK - np.take_along_axis(logps_TV, scored.topk_ids_TK.astype(np.int64), 1)
     by_rank = scored.topk_logps_TK + np.sort(-logps_TV, axis=1)[:, :k]
     sampled = scored.sampled_logps_T - np.take_along_axis(logps_TV, tokens_T1, 1)[:, 0]

@@ -163,6 +163,8 @@ class ScoreCache:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(np.asarray([sequence.prompt_len, sequence.n_support, sequence.with_top_k], np.int64).tobytes())
         digest.update(np.ascontiguousarray(sequence.token_ids, np.int32).tobytes())
+        if sequence.scored_ranges is not None:
+            digest.update(b"ranges" + np.ascontiguousarray(sequence.scored_ranges, np.int32).tobytes())
         if ids_TJ is not None:
             digest.update(np.ascontiguousarray(ids_TJ, np.int32).tobytes())
         name = digest.hexdigest()

@@ -114,6 +114,10 @@ class RecordedTeacher:
         return [self._scores(position, sequence) for position, sequence in enumerate(sequences)]
 
     def _scores(self, position: int, sequence: TeacherSequence) -> ScoredSequence:
+        if sequence.scored_ranges is not None:
+            raise TeacherRequestError(
+                "a conversation: the recording has responses of one turn", sequence=position, argument="scored_ranges"
+            )
         prompt, response = np.split(np.asarray(sequence.token_ids, np.int32), [sequence.prompt_len])
         candidates = self._rows.get(_digest(prompt), [])
         for number, row in candidates:

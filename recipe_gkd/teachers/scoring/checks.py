@@ -29,7 +29,7 @@ def check_scores(name: str, sequences: Sequence[TeacherSequence], scored: Sequen
         k = shapes[0][-1] if len(shapes[0]) == 2 else 0
         if (k >= 1) != sequence.with_top_k or shapes != [(n_rows, k), (n_rows, k), (n_rows,)]:
             raise TeacherProtocolError(
-                f"{n_rows} response tokens, got topk_logps_TK, topk_ids_TK and sampled_logps_T of shapes "
+                f"{n_rows} scored tokens, got topk_logps_TK, topk_ids_TK and sampled_logps_T of shapes "
                 f"{', '.join(map(str, shapes))}, expected [T, K], [T, K] and [T], with K "
                 f"{'of at least 1' if sequence.with_top_k else '= 0, because the sequence has with_top_k=False'}",
                 teacher=name,

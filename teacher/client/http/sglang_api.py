@@ -2,7 +2,7 @@
 
 ``input_token_logprobs`` and ``input_top_logprobs`` have one entry for each token from ``logprob_start_len`` on. An
 entry is ``[log-probability, id, text or null]``, or a list of them. The first one has no log-probability (null): the
-server computes no distribution for it. So a request starts at the last token of the prompt.
+server computes no distribution for it. So a request starts at the token before the first scored one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Generated(msgspec.Struct):
 
 
 class SglangApi:
-    """Endpoint ``/generate``. It returns response positions only."""
+    """Endpoint ``/generate``. It returns positions from the first scored one on."""
 
     path = "/generate"
     limit_flag = ""
@@ -44,7 +44,7 @@ class SglangApi:
             "input_ids": sequence.token_ids.tolist(),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_logprob": True,
-            "logprob_start_len": sequence.prompt_len - 1,
+            "logprob_start_len": sequence.first_scored - 1,
             "top_logprobs_num": top_k,
             "return_text_in_logprobs": False,
         }
@@ -52,7 +52,7 @@ class SglangApi:
     def scores(self, content: bytes, sequence: TeacherSequence, top_k: int) -> ScoredSequence:
         """Return the scores of a response; see `ScoringApi`."""
         meta: _Meta = decode(content, self._decoder).meta_info
-        response = sequence.token_ids[sequence.prompt_len :]
+        response = sequence.token_ids[sequence.first_scored :]
         tokens, rows = meta.input_token_logprobs or [], meta.input_top_logprobs or []
         if len(tokens) != len(response) + 1 or len(rows) != len(tokens):
             raise TeacherProtocolError(
@@ -64,8 +64,9 @@ class SglangApi:
             raise TeacherProtocolError(
                 "input_token_logprobs has other ids than the response at its positions", entry="input_token_logprobs"
             )
-        entries = list(chain.from_iterable(row or [] for row in rows[1:]))
+        at_T = (sequence.scored_positions_T - sequence.first_scored + 1).tolist()
+        entries = list(chain.from_iterable(rows[at] or [] for at in at_T))
         logps_N = np.array([logp for logp, _, _ in entries], np.float32)
         ids_N = np.array([token for _, token, _ in entries], np.int32)
-        logps_TK, ids_TK = as_top_k(logps_N, ids_N, len(response), top_k)
-        return ScoredSequence(logps_TK, ids_TK, np.array([logp for logp, _, _ in tokens[1:]], np.float32))
+        logps_TK, ids_TK = as_top_k(logps_N, ids_N, len(at_T), top_k)
+        return ScoredSequence(logps_TK, ids_TK, np.array([tokens[at][0] for at in at_T], np.float32))

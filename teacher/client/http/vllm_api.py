@@ -90,8 +90,8 @@ def _scores(positions: _Positions | None, sequence: TeacherSequence, top_k: int)
     if positions is None or len(positions) != n_tokens:
         found = "no prompt_logprobs" if positions is None else f"prompt_logprobs of {len(positions)} positions"
         raise TeacherProtocolError(f"{found}, expected {n_tokens}", entry="prompt_logprobs")
-    rows = [entries or {} for entries in positions[sequence.prompt_len :]]
-    response = sequence.token_ids[sequence.prompt_len :].tolist()
+    rows = [positions[position] or {} for position in sequence.scored_positions_T.tolist()]
+    response = sequence.scored_ids_T.tolist()
     try:
         sampled_T = np.array([row[token].logprob for row, token in zip(rows, response, strict=True)], np.float32)
     except KeyError as error:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests._support.tiny_models import ACTOR, make_config, make_samples, with_ids_below
+from tests._support.tiny_models import ACTOR, make_config, make_samples, with_ids_below, with_turns
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
 from tests.integration.actor.reference import assert_metrics, assert_weights, reference_training
 
 FSDP = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype=float32"]
-BATCHES = [make_samples(9, seed=seed) for seed in range(5)]
+BATCHES = [make_samples(9, seed=0), *(with_turns(make_samples(9, seed=seed)) for seed in range(1, 5))]
 SETTINGS: dict[str, tuple[str, int, list[str]]] = {
     "one process": ("qwen2", 1, []),
     "untied, fused head, by samples": (

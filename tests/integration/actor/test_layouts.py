@@ -34,13 +34,14 @@ from tests._support.tiny_models import (
     make_samples,
     transformers_logits,
     with_ids_below,
+    with_turns,
     without_empty,
 )
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
 from tests.integration.actor.reference import assert_metrics, assert_weights, reference_training
 
-BATCHES = [make_samples(9), make_samples(9, seed=1)]
+BATCHES = [make_samples(9), with_turns(make_samples(9, seed=1))]
 PADDED_VOCAB = 128
 N_TOKENS = 80
 

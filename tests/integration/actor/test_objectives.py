@@ -19,7 +19,7 @@ from recipe_gkd.commands.gpu_smoke.reference import forward_kl_T
 from recipe_gkd.data.samples import Sample, TeacherTopK
 from tests._support import custom_losses
 from tests._support.layouts import CP2, SP
-from tests._support.tiny_models import ACTOR, MEGATRON, VOCAB, make_config, make_samples, without_empty
+from tests._support.tiny_models import ACTOR, MEGATRON, VOCAB, make_config, make_samples, with_turns, without_empty
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs
 from tests.integration.actor.plain_objectives import plain_objective
@@ -90,7 +90,7 @@ OTHER_LAYOUTS = {
 
 
 def make_batch(seed: int, *, reference: str = "", skipped: tuple[int, ...] = ()) -> list[Sample]:
-    """Return samples with advantages, whose sampling weights are close to the student.
+    """Return samples with advantages, whose sampling weights are close to the student. Odd seeds give conversations.
 
     Args:
         seed: Seed of the random numbers.
@@ -99,7 +99,8 @@ def make_batch(seed: int, *, reference: str = "", skipped: tuple[int, ...] = ())
     """
     rng = np.random.default_rng(seed)
     samples = []
-    for number, sample in enumerate(make_samples(9, seed=seed)):
+    of_one_turn = make_samples(9, seed=seed)
+    for number, sample in enumerate(with_turns(of_one_turn, seed=seed) if seed % 2 else of_one_turn):
         length = len(sample.response.ids)
         response = replace(sample.response, logprobs=rng.normal(-4.5, 0.4, length).astype(np.float32))
         teacher = replace(sample.teacher, sampled_logps_T=rng.normal(-4.5, 0.4, length).astype(np.float32))

@@ -37,6 +37,7 @@ LONG = sequences([991, 991, 2, 991, 500, 991, 30, 990, 991, 991, 3])
 PROMPT = sequences([70])[0].token_ids
 SHARED = [TeacherSequence(np.append(PROMPT, each.token_ids).astype(np.int32), len(PROMPT)) for each in SHORT]
 SHARED.append(SHARED[-1])  # also its response is in the cache
+SHARED.append(TeacherSequence(SHARED[-1].token_ids, len(PROMPT), scored_ranges=[[90, 97], [99, 120]]))
 N_SUPPORT = 5
 
 
@@ -45,10 +46,26 @@ def with_support(key: int, sequence: TeacherSequence, n_support: int = N_SUPPORT
     rng = np.random.default_rng(key)
     ids_TJ = np.array([rng.permutation(N_TOKENS)[:n_support] for _ in range(sequence.n_scored)], np.int32)
     ids_TJ[:, -1] = -1
-    return TeacherSequence(sequence.token_ids, sequence.prompt_len, support_ids_TJ=ids_TJ, with_top_k=bool(key % 2))
+    return TeacherSequence(
+        sequence.token_ids,
+        sequence.prompt_len,
+        scored_ranges=sequence.scored_ranges,
+        support_ids_TJ=ids_TJ,
+        with_top_k=bool(key % 2),
+    )
 
 
-SUPPORTED = [with_support(key, each) for key, each in enumerate(LONG)]
+def with_ranges(key: int, sequence: TeacherSequence) -> TeacherSequence:
+    """Return a sequence of which random ranges are scored, if it has several response tokens."""
+    rng, first, n_tokens = np.random.default_rng(key), sequence.prompt_len, len(sequence.token_ids)
+    n_bounds = 2 * min(3, (n_tokens - first + 1) // 4)
+    if not n_bounds:
+        return sequence
+    bounds = np.sort(rng.permutation(np.arange(first, n_tokens + 1))[:n_bounds])
+    return TeacherSequence(sequence.token_ids, first, scored_ranges=bounds.reshape(-1, 2).astype(np.int32))
+
+
+SUPPORTED = [with_support(key, with_ranges(key, each)) for key, each in enumerate(LONG)]
 PADDED = TeacherSequence(np.array([1, N_TOKENS], np.int32), 1)
 N_FEW = 70
 FEW = [TeacherSequence(each.token_ids % N_FEW, each.prompt_len) for each in SHORT[:REFUSED]]

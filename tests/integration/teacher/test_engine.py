@@ -30,7 +30,6 @@ from tests.integration.teacher.engine_script import (
     LONG,
     N_FEW,
     N_TOKENS,
-    PROMPT,
     REFUSED,
     SHARED,
     SHORT,
@@ -85,7 +84,8 @@ def response_logits(padded_qwen2: Path) -> Logits:
 
     def logits_of(sequence: TeacherSequence) -> np.ndarray:
         with torch.no_grad():
-            return reference.response_logits(model, sequence.token_ids, sequence.prompt_len).double().numpy()
+            logits_TV = reference.response_logits(model, sequence.token_ids, sequence.prompt_len).double().numpy()
+            return np.asarray(logits_TV[sequence.scored_positions_T - sequence.prompt_len])
 
     return logits_of
 
@@ -121,10 +121,10 @@ def test_engine_shared_prompts_are_computed_once_and_have_no_logits(
     for key in set(range(len(SHARED))) - {DISCARDED}:
         tokens_TV = response_logits(SHARED[key])[:, :N_TOKENS]
         assert_scores(scored, f"shared/{key}", SHARED[key], tokens_TV - log_mass(tokens_TV))
-    n_response = sum(len(each.token_ids) - each.prompt_len for each in kept)
-    assert scored["shared/rows"] == n_response + len(kept)  # vLLM computes the row of the next token too
-    n_shared = len(PROMPT) // CPU_BLOCK_TOKENS * CPU_BLOCK_TOKENS  # full blocks
-    assert scored["shared/tokens"] == sum(len(each.token_ids) for each in kept) - n_shared * (len(kept) - 1)
+    n_scored = sum(each.n_scored for each in kept)
+    assert scored["shared/rows"] == n_scored + len(kept)  # vLLM computes the row of the next token too
+    n_cached = sum((each.first_scored - 1) // CPU_BLOCK_TOKENS * CPU_BLOCK_TOKENS for each in kept[1:])  # full blocks
+    assert scored["shared/tokens"] == sum(len(each.token_ids) for each in kept) - n_cached
 
 
 def test_engine_shared_prompts_are_computed_each_time_after_a_failed_check(scored: dict[str, Any]) -> None:

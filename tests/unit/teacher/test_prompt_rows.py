@@ -8,11 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from teacher.engines.vllm_prompt_rows import PROMPT_LEN, SUPPORT_IDS, score_responses
+from teacher.engines.vllm_prompt_rows import SCORED, SUPPORT_IDS, score_responses
 
 N_IDS, HIDDEN = 11, 4
 LENGTHS = {f"{number * 7919 % 1000}": 6 + number for number in range(12)}
 """Tokens of each request, by an id whose hash has another order."""
+
+
+def scored(n_tokens: int) -> np.ndarray:
+    """Return the scored positions of a request: after a prompt, and for odd lengths without two tokens in between."""
+    positions_T = np.arange(n_tokens // 3, n_tokens)
+    return np.delete(positions_T, [1, 2]) if n_tokens % 2 else positions_T
 
 
 class Runner:
@@ -36,8 +42,8 @@ class Runner:
                 in_progress_prompt_logprobs_cpu=None,
                 sampling_params=SimpleNamespace(
                     extra_args={
-                        PROMPT_LEN: n // 3,
-                        SUPPORT_IDS: np.array([[3, -1]] * (n - n // 3), np.int32),
+                        SCORED: scored(n),
+                        SUPPORT_IDS: np.array([[3, -1]] * len(scored(n)), np.int32),
                     }
                 ),
             )
@@ -71,7 +77,7 @@ class Runner:
 
 
 class TestScoreResponses:
-    def test_any_steps_give_the_rows_of_all_responses(self) -> None:
+    def test_any_steps_give_the_rows_of_all_scored_tokens(self) -> None:
         for n_tokens in (1, 4, 100):
             runner = Runner(LENGTHS, k=3)
             score_responses(runner)
@@ -79,9 +85,9 @@ class TestScoreResponses:
             while len(found) < len(LENGTHS):
                 found |= runner.step(n_tokens)
             for name, rows in found.items():
-                request, first = runner.requests[name], LENGTHS[name] // 3 - 1
-                logps_TV = (runner.hidden[name][first:-1] @ runner.weight_VD.T).log_softmax(-1)
-                tokens_T1 = torch.tensor(request.prompt_token_ids[first + 1 :])[:, None]
+                request, positions_T = runner.requests[name], scored(LENGTHS[name])
+                logps_TV = (runner.hidden[name][positions_T - 1] @ runner.weight_VD.T).log_softmax(-1)
+                tokens_T1 = torch.tensor(request.prompt_token_ids)[positions_T, None]
                 top = logps_TV.topk(3)
                 assert torch.equal(rows.logprob_token_ids, torch.cat([tokens_T1, top.indices], 1).int())
                 support = torch.stack([logps_TV[:, 3], torch.full((len(logps_TV),), -torch.inf)], 1)
@@ -94,4 +100,4 @@ class TestScoreResponses:
         runner = Runner(LENGTHS, k=0)
         score_responses(runner)
         runner.step(100)
-        assert runner.calls == [n - n // 3 for n in LENGTHS.values()]
+        assert runner.calls == [len(scored(n)) for n in LENGTHS.values()]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from teacher import errors
+from teacher.client.arguments import normalize_sequences
 from teacher.records import LogitSettings, ModelInfo, ScoredSequence, TeacherInfo, TeacherSequence
 from teacher.wire import protocol, request_checks
 from teacher.wire.limits import LIMITS, PROTOCOL_VERSION, WireDtype
@@ -96,6 +97,60 @@ def with_support() -> list[TeacherSequence]:
         TeacherSequence(alone.token_ids, alone.prompt_len, support_ids_TJ=ids[alone], with_top_k=False),
         TeacherSequence(both.token_ids, both.prompt_len, support_ids_TJ=ids[both]),
     ]
+
+
+def conversations() -> list[TeacherSequence]:
+    """Return sequences with scored ranges, without them, and with ranges and support ids."""
+    ids_N = np.arange(9, dtype=np.int32)
+    return [
+        TeacherSequence(ids_N, 2, scored_ranges=[[2, 4], [5, 9]]),
+        sequences()[0],
+        TeacherSequence(ids_N, 2, scored_ranges=[[8, 9]], support_ids_TJ=[[3, 4]], with_top_k=False),
+    ]
+
+
+class TestScoredRanges:
+    def test_ranges_select_the_scored_tokens(self) -> None:
+        first, plain, last = conversations()
+        assert first.scored_positions_T.tolist() == first.scored_ids_T.tolist() == [2, 3, 5, 6, 7, 8]
+        assert (first.n_scored, first.first_scored, last.n_scored, last.first_scored) == (6, 2, 1, 8)
+        np.testing.assert_array_equal(plain.scored_ids_T, plain.token_ids[plain.prompt_len :])
+        assert plain.n_scored == len(plain.scored_positions_T)
+
+    def test_request_round_trip_keeps_them(self) -> None:
+        message = protocol.decode(as_bytes(protocol.encode(Score(7, 2.5, conversations()))))
+        assert isinstance(message, Score)
+        for got, sent in zip(message.sequences, conversations(), strict=True):
+            np.testing.assert_array_equal(got.token_ids, sent.token_ids)
+            np.testing.assert_array_equal(got.scored_positions_T, sent.scored_positions_T)
+            assert (got.scored_ranges is None, got.n_support) == (sent.scored_ranges is None, sent.n_support)
+
+    @pytest.mark.parametrize(
+        "ranges",
+        [
+            np.zeros((0, 2), np.int32),
+            np.array([[1, 3]], np.int32),
+            np.array([[3, 10]], np.int32),
+            np.array([[4, 4]], np.int32),
+            np.array([[5, 6], [3, 4]], np.int32),
+            np.array([[3, 6], [5, 7]], np.int32),
+            np.array([3, 6], np.int32),
+            np.array([[3.0, 6.0]]),
+            np.array([[3, 6]], np.int64),
+            [[3, 6, 7]],
+            [[3, 6], [7]],
+        ],
+    )
+    def test_invalid_ranges_are_refused(self, ranges: Any) -> None:
+        sequence = TeacherSequence(np.arange(9, dtype=np.int32), 2, scored_ranges=ranges)
+        with raises(errors.TeacherRequestError, argument="scored_ranges", sequence=1):
+            protocol.encode(Score(7, 2.5, [sequences()[0], sequence]))
+
+    def test_client_converts_integers(self) -> None:
+        sequence = TeacherSequence(np.arange(9, dtype=np.int32), 2, scored_ranges=np.array([[3, 6]], np.int64))
+        [found] = normalize_sequences([sequence])
+        assert found.scored_ranges is not None and found.scored_ranges.dtype == np.int32
+        assert normalize_sequences([found])[0] is found
 
 
 class TestSupportIds:

@@ -52,15 +52,20 @@ def configured(*overrides: str, others: Sequence[str] = ()) -> Config:
 
 
 def random_sequences(*sizes: tuple[int, int]) -> list[TeacherSequence]:
-    """Return sequences of these numbers of tokens and prompt tokens."""
-    rng = np.random.default_rng(0)
-    return [TeacherSequence(rng.integers(0, VOCAB_SIZE, n, dtype=np.int32), prompt_len) for n, prompt_len in sizes]
+    """Return sequences of these numbers of tokens and prompt tokens. Of long ones, two ranges are scored."""
+    rng, found = np.random.default_rng(0), []
+    for n, prompt_len in sizes:
+        ids_N = rng.integers(0, VOCAB_SIZE, n, dtype=np.int32)
+        ranges = [[prompt_len + 1, prompt_len + 9], [n - 5, n - 2]] if n - prompt_len > 20 else None
+        found.append(TeacherSequence(ids_N, prompt_len, scored_ranges=ranges))
+    return found
 
 
 def expected_logps(model: Any, sequence: TeacherSequence, temperature: float) -> np.ndarray:
     """Return the log-probabilities at the response positions, computed in float64 from the model's logits, [T, V]."""
     with torch.no_grad():
         logits_TV = response_logits(model, sequence.token_ids, sequence.prompt_len).double()
+        logits_TV = logits_TV[sequence.scored_positions_T - sequence.prompt_len]
     return (logits_TV / temperature).log_softmax(dim=-1).numpy()
 
 
@@ -224,7 +229,7 @@ class TestHfTeacher:
             np.testing.assert_allclose(
                 result.topk_logps_TK, np.take_along_axis(want_TV, result.topk_ids_TK, 1), atol=1e-5
             )
-            response_T1 = sequence.token_ids[sequence.prompt_len :, None]
+            response_T1 = sequence.scored_ids_T[:, None]
             sampled_T = np.take_along_axis(want_TV, response_T1, 1)[:, 0]
             np.testing.assert_allclose(result.sampled_logps_T, sampled_T, atol=1e-5)
             assert result.topk_ids_TK.dtype == np.int32 and result.topk_logps_TK.dtype == np.float32
@@ -240,7 +245,13 @@ class TestHfTeacher:
             ids_TJ = np.array([rng.permutation(VOCAB_SIZE)[:6] for _ in range(each.n_scored)], np.int32)
             ids_TJ[:, 2] = -1
             sequences.append(
-                TeacherSequence(each.token_ids, each.prompt_len, support_ids_TJ=ids_TJ, with_top_k=with_top_k)
+                TeacherSequence(
+                    each.token_ids,
+                    each.prompt_len,
+                    scored_ranges=each.scored_ranges,
+                    support_ids_TJ=ids_TJ,
+                    with_top_k=with_top_k,
+                )
             )
         scored = hf_teacher.submit(sequences, 30.0, temperature=0.7).result(timeout=60)
         check_scores("hf", sequences, scored)

@@ -58,11 +58,11 @@ def score(client: HttpTeacherClient, *sequences: TeacherSequence, timeout_s: flo
 
 def check_row(result: Any, sequence: TeacherSequence = SEQUENCE, seed: int = 0) -> None:
     """Compare a result with the table."""
-    expected_TV = table(seed)[sequence.token_ids[sequence.prompt_len - 1 : -1]]
+    expected_TV = table(seed)[sequence.token_ids[sequence.scored_positions_T - 1]]
     ids_TK = np.argsort(-expected_TV, axis=1, kind="stable")[:, :TOP_K]
     np.testing.assert_array_equal(result.topk_ids_TK, ids_TK)
     np.testing.assert_array_equal(result.topk_logps_TK, np.take_along_axis(expected_TV, ids_TK, 1))
-    response_T = sequence.token_ids[sequence.prompt_len :]
+    response_T = sequence.scored_ids_T
     np.testing.assert_array_equal(result.sampled_logps_T, expected_TV[np.arange(len(response_T)), response_T])
 
 
@@ -73,6 +73,8 @@ class TestScores:
             sequences = [TeacherSequence([7, 3, 9, 9, 8], 2), TeacherSequence([1, 2], 1)]
         else:
             sequences = [SEQUENCE, TeacherSequence([1, 2], 1)]
+        first = sequences[0]
+        sequences.append(TeacherSequence(first.token_ids, 2, scored_ranges=[[2, 3], [4, 5]]))
         with table_server(kind) as server, client_of(server) as client:
             for sequence, result in zip(sequences, score(client, *sequences), strict=True):
                 check_row(result, sequence)
