@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeVar, cast
 
 import ray
 from ray.exceptions import RayError
@@ -16,6 +17,7 @@ from recipe_gkd.actor.ranks import RankReport
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, ROLLOUT_TIMEOUT, timeout_of
+from recipe_gkd.conversations.stage import Batch, Conversations
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response, Sample
@@ -28,6 +30,7 @@ from recipe_gkd.ray_cluster.rollout_restarts import RolloutRestarts
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.rewards.advantages import with_group_statistics
 from recipe_gkd.rollout.ray_worker import RolloutWorker
+from recipe_gkd.rollout.turns import Turn, TurnRequest
 from recipe_gkd.runtime.keyed_timeout import with_margin
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.runtime.wait_log import waiting_for
@@ -36,6 +39,8 @@ from recipe_gkd.teachers.scoring.pool import ScoringPool
 from recipe_gkd.weight_sync.synchronizer import WeightSynchronizer
 
 log = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 GENERATION_RPC_MARGIN_S = 3.0
 """Time added to a worker's own deadline, because its error names the cause and the driver's only a missing reply."""
@@ -85,6 +90,7 @@ class Cluster:
         scoring: Scoring workers. None if the teachers run in the driver's process.
         store_usage: Use of Ray's object stores.
         capacity: Resources that the cluster could grant instead, for advice. None if they are unknown.
+        conversations: Conversations of several turns. None: a response is one turn.
     """
 
     config: Config
@@ -100,6 +106,7 @@ class Cluster:
     scoring: ScoringPool | None = None
     store_usage: ObjectStoreUsage = field(default_factory=ObjectStoreUsage)
     capacity: ClusterCapacity | None = None
+    conversations: Conversations | None = None
 
     # Stages of the schedule.
 
@@ -122,6 +129,11 @@ class Cluster:
         sampled = [prompt for prompt in prompts if prompt.reference_ids is None]
         if not sampled:
             return
+        if self.conversations is not None:
+            timeout_s, batch = timeout_of(self.config, ROLLOUT_TIMEOUT), Batch(data=data, replica=rank, step=step)
+            async for responses in self._converse(batch, sampled, timeout_s, f"generate, step {step}"):
+                yield responses
+            return
         items = self.rollouts.stream(
             rank,
             RolloutWorker.generate,
@@ -134,18 +146,55 @@ class Cluster:
         async for responses in self._replaceable(items):
             yield responses
 
+    async def _converse(
+        self, batch: Batch, prompts: Sequence[Prompt], timeout_s: float, phase: str
+    ) -> AsyncGenerator[list[Response]]:
+        """Yield the conversations of one rollout worker as they end.
+
+        Args:
+            timeout_s: Deadline of the worker for the turns of a call.
+            phase: Name of the phase, for messages.
+        """
+        assert self.conversations is not None
+
+        async def send(requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
+            items = self.rollouts.stream(
+                batch.replica,
+                RolloutWorker.generate_turns,
+                list(requests),
+                batch.step,
+                batch.sampling,
+                timeout_s,
+                timeout_s=with_margin(timeout_s, GENERATION_RPC_MARGIN_S),
+                phase=phase,
+                n_results=len(requests),
+            )
+            async for turns in self._replaceable(items):
+                yield turns
+
+        async with aclosing(self.conversations.generate(batch, prompts, send)) as stream:
+            async for responses in stream:
+                yield responses
+
     async def generate_for_validation(
-        self, timeout_s: float, rank: int, prompts: Sequence[Prompt], step: int
+        self, data: PromptData, timeout_s: float, rank: int, prompts: Sequence[Prompt], step: int
     ) -> AsyncIterator[list[Response]]:
         """Yield the responses to the validation prompts of one rollout worker as they finish.
 
         Args:
+            data: Data set that the prompts come from.
             timeout_s: Deadline of the worker for all its prompts.
             step: Version of the weights.
 
         Raises:
             WorkerDied, GkdError: See :meth:`generate`.
         """
+        phase = f"validate after step {step}"
+        if self.conversations is not None:
+            batch = Batch(data=data, replica=rank, step=step, sampling="validation")
+            async for responses in self._converse(batch, prompts, timeout_s, phase):
+                yield responses
+            return
         items = self.rollouts.stream(
             rank,
             RolloutWorker.generate,
@@ -154,17 +203,17 @@ class Cluster:
             "validation",
             timeout_s,
             timeout_s=with_margin(timeout_s, GENERATION_RPC_MARGIN_S),
-            phase=f"validate after step {step}",
+            phase=phase,
             n_results=len(prompts),
         )
         async for responses in self._replaceable(items):
             yield responses
 
-    async def _replaceable(self, items: AsyncIterator[list[Response]]) -> AsyncIterator[list[Response]]:
-        """Yield the responses of a rollout worker, which counts as dead if it is silent and can be replaced."""
+    async def _replaceable(self, items: AsyncIterator[R]) -> AsyncIterator[R]:
+        """Yield the results of a rollout worker, which counts as dead if it is silent and can be replaced."""
         try:
-            async for responses in items:
-                yield responses
+            async for item in items:
+                yield item
         except DeadlineError as error:
             if not self.restarts.can_replace(error):
                 raise
@@ -176,7 +225,7 @@ class Cluster:
 
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
         """Do one optimizer step on ``batch``, divided among the data-parallel ranks, and return its metrics."""
-        samples = [replace(sample, reward_numbers={}) for sample in batch.samples]  # for metrics of the driver only
+        samples = [_for_actor(sample) for sample in batch.samples]
         samples = with_group_statistics(samples, self.config.gkd, self.config.actor_rollout_ref.rollout.n)
         phase = f"update, step {batch.step}"
         arguments = await self._divide(samples, batch.step, phase)
@@ -258,3 +307,8 @@ class Cluster:
             await self.scoring.move(reports.homes, SCORING_CONNECT_S)
         await self.restarts.replace_dead()  # one whose replacement was interrupted by the error
         self.weights.forget()
+
+
+def _for_actor(sample: Sample) -> Sample:
+    """Return a sample without what only the driver reads."""
+    return replace(sample, reward_numbers={}, response=replace(sample.response, transcript=None, prompt_ids=None))

@@ -117,6 +117,21 @@ class RewardError(GkdError, RuntimeError):
 
 
 @dataclass(eq=False, repr=False)
+class ConversationError(GkdError, RuntimeError):
+    """Failure of the environment of a conversation (``rollout.environment``, ``rollout.tools``).
+
+    Attributes:
+        uid: Uid of the sample.
+        kind: ``"exception"``, ``"result"`` if the result is invalid, ``"timeout"``, or ``"exit"`` of the process.
+        failures: Number of failed conversations, if the run ends because there are too many.
+    """
+
+    uid: int | None = field(default=None, kw_only=True)
+    kind: str = field(default="", kw_only=True)
+    failures: int = field(default=0, kw_only=True)
+
+
+@dataclass(eq=False, repr=False)
 class ModelError(GkdError, ValueError):
     """Model folder that is missing, unreadable or not supported.
 

@@ -38,6 +38,8 @@ from recipe_gkd.config.durations import duration_s
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.stored import report_changes, stored_config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
+from recipe_gkd.conversations.setup import check_turns, open_environments
+from recipe_gkd.conversations.stage import Conversations
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.rows import TRAINING, read_data_set
 from recipe_gkd.diagnostics.exit_messages import leave_dead_streams, report_error, report_saved_stop, report_stop
@@ -166,6 +168,8 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         data_set = read_data_set(config.data.train_files, config.data, TRAINING, config.data.train_max_samples)
     routes = read_routes(data_set, config)
     with open_teachers(config, routes) as teachers, ExitStack() as opened:
+        environments = opened.enter_context(open_environments(config))
+        data_set.default_tools = tools = environments.tools or None if environments is not None else None
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
         with waiting_for("start, check the teachers", None, ", ".join(teachers.sources)):
             stop_token_ids = check_teachers(teachers.sources, student, config)
@@ -175,9 +179,10 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
             data = read_prompts(config, data_set, student, stop_token_ids)
             read_teacher_prompts(config, data, routes, teachers.clients, student)
             check_recorded_prompts(teachers.recorded_references, data)
+            check_turns(config, data, student.tokenizer)
         scorer = opened.enter_context(_open_scorer(config))
         truth_use: TruthUse = "unused" if scorer is None else scorer.truth_use
-        validation = read_validation(config, student.tokenizer, truth_use=truth_use)
+        validation = read_validation(config, student.tokenizer, truth_use=truth_use, tools=tools)
         if validation is not None and validation.routes is not None:
             of_validation = teachers.for_data(validation.routes)
             read_teacher_prompts(config, validation.data, validation.routes, of_validation.clients, student)
@@ -199,7 +204,8 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         raise_on_signals()  # again, because Ray sets its own handler
         save_before = config.trainer.save_before
         stop = StopRequest(None if save_before is None else duration_s(save_before))
-        training = _train(config, plan, teachers, reward_context, folder, stop)
+        conversations = None if environments is None else Conversations(config, student.tokenizer, environments)
+        training = _train(config, plan, teachers, reward_context, folder, stop, conversations)
         try:
             asyncio.run(run_until_terminated(training, log_background_error, stop))
         finally:
@@ -303,6 +309,7 @@ async def _train(
     reward_context: RewardContext,
     folder: RunFolder,
     stop: StopRequest,
+    conversations: Conversations | None,
 ) -> None:
     """Start the workers, and train."""
     # Cluster may have another working directory.
@@ -321,6 +328,7 @@ async def _train(
     ):
         if cluster.scoring is not None:
             teachers.requests = cluster.scoring
+        cluster.conversations = conversations
         folder.accept()
         await _train_with_restarts(config, cluster, plan, teachers, reward_context, stop)
 

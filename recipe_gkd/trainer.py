@@ -29,6 +29,7 @@ from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import CheckpointError, GkdError, RewardError, WeightSyncError
 from recipe_gkd.hybrid import open_devices
 from recipe_gkd.hybrid.sync_probe import mismatch_guard
+from recipe_gkd.metrics.conversations import conversation_metrics
 from recipe_gkd.metrics.loggers.loggers import Loggers
 from recipe_gkd.metrics.repetition import batch_repetition
 from recipe_gkd.metrics.run_summary import RunSummary
@@ -192,6 +193,8 @@ class Trainer:
             await self.saver.finish_run(self.progress.step)
             self._log_summary()
         except BaseException as error:
+            if self.cluster.conversations is not None:
+                await self.cluster.conversations.close()
             await self.devices.close()
             await self.saver.give_up(workers_failed=await self.cluster.actor_is_lost(error))
             raise
@@ -235,6 +238,7 @@ class Trainer:
         async with pipeline.actor_update(batch), self.devices.turn("update"):
             with span(batch.metrics, "timing/update_actor"):
                 repetition = start_in_thread(batch_repetition, batch.samples)  # the driver is idle during the update
+                batch.metrics |= conversation_metrics(batch.samples)
                 batch.metrics |= await self.cluster.update(batch)
             repeated = await asyncio.wrap_future(repetition)
             batch.metrics |= repeated
@@ -356,7 +360,8 @@ class Trainer:
 
         async def generate(rank: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
             async with self.devices.turn("generate"):
-                async for responses in self.cluster.generate_for_validation(validation.timeout_s, rank, prompts, step):
+                data, timeout_s = validation.data, validation.timeout_s
+                async for responses in self.cluster.generate_for_validation(data, timeout_s, rank, prompts, step):
                     yield responses
 
         responses = await pipeline.generate_for_validation(
@@ -439,5 +444,7 @@ async def _open_run(trainer: Trainer, stop: StopRequest) -> AsyncIterator[_Run]:
             SampleRecord(trainer.root, progress.step, trainer.config.actor_rollout_ref.rollout.n) as record,
         ):
             async with trainer.pipeline(steps.timeline) as pipeline:
+                if cluster.conversations is not None:
+                    cluster.conversations.on_outside = pipeline.add_outside
                 with stop.accepted(pipeline.drop) if saves_checkpoints(trainer.config) else nullcontext():
                     yield _Run(pipeline, loggers, steps, record)

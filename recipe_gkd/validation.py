@@ -43,11 +43,12 @@ from recipe_gkd.config.timeouts import ROLLOUT_TIMEOUT
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import VALIDATION, DataSet, read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward
+from recipe_gkd.data.tools import Tools
 from recipe_gkd.data.values import is_list_of_objects
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.metrics.repetition import LOOPING, REPETITION, repetition_metrics
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
-from recipe_gkd.rewards.items import TruthUse, decode_for_people
+from recipe_gkd.rewards.items import CONVERSATION, TruthUse, conversation_fields, decode_for_people
 from recipe_gkd.rewards.reporting import mean_numbers, raw_field, reward_fields, scores_PN
 from recipe_gkd.runtime.json_lines import json_line
 from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
@@ -87,11 +88,19 @@ class Validation:
         timeout_s: Deadline for all responses: ``rollout.timeout_s`` for every training batch of the same size.
     """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, *, truth_use: TruthUse = "required") -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        truth_use: TruthUse = "required",
+        tools: Tools | None = None,
+    ) -> None:
         """Read and tokenize the prompts of ``data.val_files``.
 
         Args:
             truth_use: Use of the ground truth by the reward functions.
+            tools: Tools of rows that have none.
 
         Raises:
             DataError: A file cannot be used.
@@ -106,6 +115,7 @@ class Validation:
         self._files = PendingFiles()
         try:
             data_set = read_data_set(config.data.val_files, config.data, VALIDATION, config.data.val_max_samples)
+            data_set.default_tools = tools
             data = PromptData(data_set, config.data, tokenizer)
             self._items = RewardItems(
                 data,
@@ -288,10 +298,14 @@ class ScoredResponse:
 
 
 def read_validation(
-    config: Config, tokenizer: PreTrainedTokenizerBase, *, truth_use: TruthUse = "required"
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    truth_use: TruthUse = "required",
+    tools: Tools | None = None,
 ) -> Validation | None:
     """Return the validation of a run, None if the run does not validate; see :class:`Validation`."""
-    return Validation(config, tokenizer, truth_use=truth_use) if runs_validation(config) else None
+    return Validation(config, tokenizer, truth_use=truth_use, tools=tools) if runs_validation(config) else None
 
 
 def read_sources(data_set: DataSet, rows: Sequence[int]) -> list[str]:
@@ -317,6 +331,7 @@ def response_lines(scored: Sequence[ScoredResponse]) -> bytes:
             **({} if one.kl is None else {FORWARD: one.kl}),
             LENGTH: len(one.response.ids),
             "finish_reason": one.response.finish_reason,
+            **({} if (found := one.response.transcript) is None else {CONVERSATION: conversation_fields(found)}),
         }
         for one in scored
     ]

@@ -43,6 +43,11 @@ def has_recorded_references(config: Config) -> bool:
     return is_beside_teacher and distills_references(gkd) and uses_teacher(gkd)
 
 
+def has_conversations(config: Config) -> bool:
+    """Return True if responses have several turns, with an environment or tools."""
+    return config.rollout.environment is not None or bool(config.rollout.tools)
+
+
 def uses_custom_loss(gkd: GkdConfig) -> bool:
     """Return True if a user's function replaces ``gkd.distill_loss_type``."""
     return gkd.custom_loss.path is not None

@@ -26,6 +26,8 @@ MAX_NODES, MAX_DEVICES, MAX_CPUS = 4096, 1024, 4096
 # are only compared with a count: intervals of saves and validations, checkpoints to keep, allowed failures, restarts
 # and skipped samples, and logged responses.
 MAX_BATCH, MAX_GROUP, MAX_STEPS, MAX_EPOCHS = 1 << 20, 1 << 12, 10**9, 10**6
+# Turns of a conversation. Each has at least one token.
+MAX_TURNS = 1 << 14
 # Requests to a remote service that one process has open at a time.
 MAX_CALLS = 1 << 14
 # Losses and gradient norms stay finite in float32 even if all coefficients have this value.

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from recipe_gkd.config.actor_layout import actor_problems
 from recipe_gkd.config.conditions import has_reward, runs_validation, saves_checkpoints, uses_teacher, validates_kl
+from recipe_gkd.config.environments import conversation_problems
 from recipe_gkd.config.hybrid_engine import hybrid_problems, teacher_sleep_problems
 from recipe_gkd.config.keys import ROLLOUT
 from recipe_gkd.config.objective import objective_problems
@@ -44,6 +45,7 @@ def validate(config: Config) -> None:
         objective_problems,
         reward_problems,
         teacher_problems,
+        conversation_problems,
         _validation,
         _sampling,
     )

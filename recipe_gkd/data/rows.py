@@ -151,12 +151,12 @@ class Row:
 
     @cached_property
     def tools(self) -> Tools | None:
-        """Tools that the chat template describes, None without any."""
+        """Tools that the chat template describes: of the row, or else of ``rollout.tools``; None without any."""
         if (path := self.columns.tools) is None:
-            return None
+            return self.columns.default_tools
         value, column = self.value(path), ".".join(path)
         with self.locate_errors(column):
-            return read_tools(value, self.where, column, drop_nulls=self.adds_nulls)
+            return read_tools(value, self.where, column, drop_nulls=self.adds_nulls) or self.columns.default_tools
 
     @property
     def ground_truth(self) -> object:
@@ -194,6 +194,7 @@ class DataSet(Sequence[Row]):
     Attributes:
         name: Name of the data set, for messages.
         columns: Names of all columns. A row of a file without one of them has no value there.
+        default_tools: Tools of rows that have none (``rollout.tools``). Set them before a row is read.
     """
 
     def __init__(self, stored: Sequence[StoredRows], config: DataConfig, name: str) -> None:
@@ -212,6 +213,7 @@ class DataSet(Sequence[Row]):
         self._starts = [0, *accumulate(map(len, stored))]
         self._selected: np.ndarray | None = None
         self._tools: ColumnPath | None = None
+        self.default_tools: Tools | None = None
         if (key := config.tools_key) is not None:
             self._tools = self.find(key, setting="data.tools_key", purpose="with the tools of each prompt")
 
@@ -226,6 +228,7 @@ class DataSet(Sequence[Row]):
             prompt=self._config.prompt_key,
             response=self._config.response_key,
             tools=self._tools,
+            default_tools=self.default_tools,
             truth=truth,
             data_source=self._config.data_source_key,
         )

@@ -10,9 +10,9 @@ counts response tokens (losses, metrics, weights, positions) therefore leaves ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -58,6 +58,44 @@ class InsertedTokens:
     before_N: np.ndarray
 
 
+ConversationEnd = Literal["stop", "length", "turns", "time", "failure"]
+"""End of a conversation: by the environment, or because the student called no tool; at ``data.max_response_length``,
+``rollout.max_turns`` or ``rollout.conversation_timeout_s``; by a failure of the environment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transcript:
+    """What a conversation has besides its tokens.
+
+    Attributes:
+        messages: Messages after the prompt, of all roles.
+        n_turns: Number of turns of the student.
+        n_tool_calls: Number of tool calls.
+        n_tool_errors: Number of tool calls that failed. The student saw their errors.
+        rewards: Rewards of the environment, in the order of the turns; empty without any.
+        numbers: Other numbers of the environment, the latest of each name.
+        environment_s: Time in calls of the environment, in seconds.
+        n_restarts: Number of restarts because another conversation ended the process of the environment.
+        failure: Error of the environment that ended the conversation. Empty if there is none.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    n_turns: int
+    end: ConversationEnd
+    n_tool_calls: int = 0
+    n_tool_errors: int = 0
+    rewards: tuple[float, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    environment_s: float = 0.0
+    n_restarts: int = 0
+    failure: str = ""
+
+    @property
+    def reward(self) -> float | None:
+        """Sum of the rewards of the environment, None without any."""
+        return sum(self.rewards) if self.rewards else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Response:
     """A response sampled by a rollout worker, or the reference response of the data.
@@ -76,6 +114,9 @@ class Response:
             [T, J]; -1 for an id without probability. None if the support of the loss does not contain them, and after
             the teacher has scored the response.
         inserted: Tokens between the turns of a conversation. None in a response of one turn.
+        transcript: Messages and numbers of a conversation. None without ``rollout.environment`` and ``rollout.tools``,
+            and in the actor.
+        prompt_ids: Prompt that the environment of the conversation has set, int32 [P]. None: the row's.
     """
 
     uid: int
@@ -86,6 +127,14 @@ class Response:
     versions_T: np.ndarray
     student_ids_TJ: np.ndarray | None = None
     inserted: InsertedTokens | None = None
+    transcript: Transcript | None = None
+    prompt_ids: np.ndarray | None = None
+
+    @property
+    def last_turn_ids(self) -> np.ndarray:
+        """Token ids of the last turn, int32."""
+        first = 0 if self.inserted is None or not len(self.inserted.before_N) else int(self.inserted.before_N[-1])
+        return self.ids[first:]
 
     @property
     def sequence_ids(self) -> np.ndarray:

@@ -30,6 +30,7 @@ class RowColumns:
         prompt: Column of the prompt.
         response: Column of the reference response.
         tools: Path of the tools. None: rows have no tools.
+        default_tools: Tools of rows that have none.
         truth: Path of the ground truth. None: the data has none.
         data_source: Column of the name of the data source.
     """
@@ -38,6 +39,7 @@ class RowColumns:
     prompt: str
     response: str
     tools: ColumnPath | None
+    default_tools: list[dict[str, Any]] | None
     truth: ColumnPath | None
     data_source: str
 

@@ -149,6 +149,13 @@ class Pipeline:
         """
         return self._lock.hold(work, batch, may_fail=may_fail)
 
+    def add_outside(self, n_prompts: int) -> None:
+        """Add ``n_prompts``, which may be negative, to the prompts in flight that wait for something else.
+
+        Conversations that wait for a tool leave their replica to the next batch.
+        """
+        self._state.add_outside(n_prompts)
+
     async def generate_for_validation(
         self, prompts: Sequence[Prompt], generate: Generate, *, responses_per_prompt: int = 1
     ) -> list[Response]:

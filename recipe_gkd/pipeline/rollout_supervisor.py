@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
 from recipe_gkd.data.samples import Prompt, Response
@@ -48,7 +49,10 @@ class RolloutSupervisor:
                 async for responses in generate(replica, list(unfinished.values()), step):
                     self._state.add_in_flight(-len(responses))
                     for response in responses:
-                        yield _take_prompt(unfinished, response, replica, step), response
+                        prompt = _take_prompt(unfinished, response, replica, step)
+                        if response.prompt_ids is not None:
+                            prompt = dataclasses.replace(prompt, ids=response.prompt_ids)
+                        yield prompt, response
             except WorkerDied as death:
                 if unfinished:  # otherwise the next batch or sync that needs this worker receives the error
                     self._state.deaths[replica] = death

@@ -16,7 +16,7 @@ class StalenessGate:
 
     Batch ``i`` passes when the memory has room for the teachers' rows, the replicas have weights of version
     ``i - max_staleness`` or newer, fewer responses than the capacity are in flight, no sync is running, and validation
-    does not reserve the replicas.
+    does not reserve the replicas. Conversations that wait for a tool leave their part of the capacity to others.
     """
 
     def __init__(self, state: PipelineState, lock: ActorLock) -> None:
@@ -35,7 +35,7 @@ class StalenessGate:
         state.next_step, oldest_version = batch.step, batch.step - state.config.max_staleness
         if state.config.inflight_update:  # this sync does not have to wait for free capacity
             await self._ensure_fresh_weights(oldest_version)
-        await state.until(lambda: state.n_in_flight < state.config.capacity)
+        await state.until(lambda: state.n_in_flight - state.n_outside < state.config.capacity)
         await self._ensure_fresh_weights(oldest_version)
         # During a sync the wait for weights would be counted as generation time.
         await state.until(lambda: not state.syncing and not state.reserved)

@@ -58,6 +58,7 @@ class PipelineState:
         syncing: True during a weight sync.
         reserved: True while validation reserves the rollout replicas.
         n_in_flight: Number of prompts whose responses are being generated.
+        n_outside: Number of prompts in flight that wait for something else than their replica, such as a tool.
         n_requested: Number of batches that the trainer has asked for.
         n_parked: Number of unfinished prompts that wait for the replacement of a worker.
         needed_versions: Lowest acceptable versions of the tasks that cannot generate before a sync.
@@ -79,6 +80,7 @@ class PipelineState:
     reserved: bool = False
     n_in_flight: int = 0
     n_parked: int = 0
+    n_outside: int = 0
     n_requested: int = 0
     needed_versions: list[int] = field(default_factory=list)
     deaths: dict[int, WorkerDied] = field(default_factory=dict)
@@ -101,6 +103,11 @@ class PipelineState:
         """Add ``n_prompts``, which may be negative, to the prompts in flight."""
         self.n_in_flight += n_prompts
         self.timeline.count("rollout", "responses in flight", self.n_in_flight)
+        self.notify()
+
+    def add_outside(self, n_prompts: int) -> None:
+        """Add ``n_prompts``, which may be negative, to the prompts in flight that do not use their replica."""
+        self.n_outside += n_prompts
         self.notify()
 
     def notify(self) -> None:

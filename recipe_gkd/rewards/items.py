@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import VERL_TRUTH
-from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.data.samples import Prompt, Response, Transcript
 from recipe_gkd.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ class RewardItem:
         uid: Index of the sample, for errors.
         where: Row of the prompt, for errors, such as ``row 17 of the training data``.
         prompt: Prompt: a text, or messages whose contents are texts.
-        response: Decoded response; without special tokens if ``custom_reward_function.skip_special_tokens``.
+        response: Decoded response; without special tokens if ``custom_reward_function.skip_special_tokens``. Of a
+            conversation, the last turn.
         ground_truth: Value of ``data.ground_truth_key``.
-        extra: All other columns of the row.
+        extra: All other columns of the row. With conversations also :data:`CONVERSATION`.
         data_source: Value of column ``data.data_source_key``, None if the data has no such column.
     """
 
@@ -44,13 +45,32 @@ class RewardItem:
         return {name: getattr(self, name) for name in names}
 
 
+CONVERSATION = "conversation"
+"""Entry of ``extra`` with the fields of :func:`conversation_fields`."""
+
+
+def conversation_fields(transcript: Transcript) -> dict[str, Any]:
+    """Return a conversation as a JSON object: its messages after the prompt, its end, and the environment's results."""
+    return {
+        "messages": list(transcript.messages),
+        "n_turns": transcript.n_turns,
+        "end": transcript.end,
+        "tool_calls": transcript.n_tool_calls,
+        "tool_errors": transcript.n_tool_errors,
+        "rewards": list(transcript.rewards),
+        "reward": transcript.reward,
+        "info": dict(transcript.numbers),
+        **({"failure": transcript.failure} if transcript.failure else {}),
+    }
+
+
 TruthUse = Literal["required", "optional", "unused"]
 """Use of the ground truth: by a parameter without default value, by another parameter, or by none."""
 
 
 def decode_for_people(response: Response, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a response with all its special tokens. It has U+FFFD where the bytes of a character are incomplete."""
-    return str(tokenizer.decode(response.ids.tolist(), skip_special_tokens=False))
+    return str(tokenizer.decode(response.sequence_ids.tolist(), skip_special_tokens=False))
 
 
 class RewardItems:
@@ -93,13 +113,18 @@ class RewardItems:
     def build_item(self, prompt: Prompt, response: Response) -> RewardItem:
         """Return the item of a response to a prompt of the data set."""
         row = self._data_set[prompt.row]
+        extra = row.extra
+        if (transcript := response.transcript) is not None:
+            extra = extra | {CONVERSATION: conversation_fields(transcript)}
         return RewardItem(
             uid=response.uid,
             where=row.where,
             prompt=row.prompt,
-            response=str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=self._skip_special_tokens)),
+            response=str(
+                self._tokenizer.decode(response.last_turn_ids.tolist(), skip_special_tokens=self._skip_special_tokens)
+            ),
             ground_truth=row.ground_truth,
-            extra=row.extra,
+            extra=extra,
             data_source=row.data_source,
         )
 

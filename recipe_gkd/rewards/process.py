@@ -1,25 +1,12 @@
-"""Driver's side of a process that calls the reward functions.
-
-A pool of multiprocessing or pebble is not used: at the deadline of a call, or when the driver is killed, the whole
-process group must end with all processes that the function started, even while C code holds the GIL. Moreover, an error
-must show the function's own stack, and the process must neither import the command's module with torch and Ray again
-nor lose printed output.
-"""
+"""Driver's side of a process that calls the reward functions."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 import socket
 import struct
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,23 +16,13 @@ from recipe_gkd.config.schema import RewardFunctionConfig
 from recipe_gkd.data.samples import Reward
 from recipe_gkd.errors import ConfigError, RewardError
 from recipe_gkd.rewards.items import RewardItem, TruthUse
+from recipe_gkd.runtime.user_process import KILL_MARGIN_S, LOAD_TIMEOUT_S, ProcessEnd, UserProcess
 from teacher.common.display_text import excerpt
 
-LOAD_TIMEOUT_S = 300.0
-"""Deadline of the import of the user's file, which may load a model."""
-KILL_MARGIN_S = 2.0
-"""Time after a deadline at which the process is killed. At the deadline, it writes its stacks and exits by itself."""
-END_TIMEOUT_S = 10.0
-"""Deadline of the end of a killed process. It usually takes milliseconds."""
 LIVENESS_INTERVAL_S = 0.5
 """Interval of checks that the process is alive. A fork of a dead process keeps the connection open."""
-EXIT_DELAY_S = 1.0
-"""Maximum time between the end of the connection and the end of a dying process."""
 SHOWN_CHARS = 300
 """Length of a prompt or a response in an error."""
-SHOWN_STACK_LINES = 20
-WATCH_THREAD = re.compile(r"^Thread .*\n  File .* in end_with_driver\n(?:  File .*\n)*\n?", re.MULTILINE)
-"""Stack of the thread that does not belong to the user's function."""
 
 
 class RewardProcess:
@@ -76,26 +53,10 @@ class RewardProcess:
         self._config, self._functions = config, reward_functions(config)
         self._stops_at_failure = config.on_failure in (None, "fail")
         self.has_ended = False
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        parent_end, child_end = socket.socketpair()
-        with child_end:
-            parent_end.setsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(config.timeout_s) + 1, 0)
-            )
-            self._connection = Connection(parent_end.detach())
-            stderr = os.dup(2)
-            try:
-                descriptors = child_end.fileno(), self._stacks.fileno(), stderr
-                self._process = subprocess.Popen(
-                    # -u: the process is killed in the end, which would lose buffered output.
-                    [sys.executable, "-P", "-u", str(Path(__file__).with_name("child.py")), *map(str, descriptors)],
-                    stdin=subprocess.DEVNULL,
-                    stderr=self._stacks,  # until the interpreter has started
-                    pass_fds=descriptors,
-                    start_new_session=True,  # Ctrl-C must reach only the driver. The group ends as a whole.
-                )
-            finally:
-                os.close(stderr)
+        self._process = UserProcess(Path(__file__).with_name("child.py"))
+        to_process = self._process.socket
+        to_process.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(config.timeout_s) + 1, 0))
+        self._connection = Connection(to_process.detach())
         settings = {
             "functions": [
                 {
@@ -112,7 +73,7 @@ class RewardProcess:
             "stops_at_failure": self._stops_at_failure,
             "timeout_s": config.timeout_s,
             "load_timeout_s": LOAD_TIMEOUT_S,
-            "sys_path": [entry or os.getcwd() for entry in sys.path],
+            "sys_path": UserProcess.import_path(),
         }
         with suppress(ConnectionError):  # If the process has died, wait_loaded reports the reason.
             self._connection.send(settings)
@@ -178,16 +139,12 @@ class RewardProcess:
 
     def kill(self) -> None:
         """Kill the process and all processes that it has started. Safe in any thread."""
-        if self._process.returncode is None:  # Until the process is reaped, its pid cannot be reused.
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
     def close(self) -> None:
         """Kill the process and release its files. No thread may be in :meth:`score`."""
-        self.kill()
-        self._process.wait(END_TIMEOUT_S)
+        self._process.close()
         self._connection.close()
-        self._stacks.close()
 
     def _receive(self, timeout_s: float) -> Any:
         """Return the next reply; see :func:`recipe_gkd.rewards.child.serve`.
@@ -198,22 +155,13 @@ class RewardProcess:
         """
         deadline = time.monotonic() + timeout_s + KILL_MARGIN_S
         while not self._connection.poll(max(0.0, min(LIVENESS_INTERVAL_S, deadline - time.monotonic()))):
-            if self._is_dead() and not self._connection.poll(0):
+            if self._process.is_dead() and not self._connection.poll(0):
                 raise EOFError
             if time.monotonic() >= deadline:
                 raise TimeoutError
         return self._connection.recv()
 
-    def _is_dead(self) -> bool:
-        """Return True if the process has ended. Do not reap it, so that the pid of its group is not reused."""
-        if self._process.returncode is not None:
-            return True
-        try:
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # Other code has reaped it.
-            return True
-
-    def _end(self, timeout_s: float, error: Exception) -> _Ended:
+    def _end(self, timeout_s: float, error: Exception) -> ProcessEnd:
         """End a process that does not answer, and return the reason.
 
         Args:
@@ -221,42 +169,7 @@ class RewardProcess:
             error: Exception of the connection.
         """
         is_late = isinstance(error, TimeoutError | BlockingIOError)  # BlockingIOError: it does not read its items
-        deadline = time.monotonic() + EXIT_DELAY_S
-        while not (is_late or self._is_dead()) and time.monotonic() < deadline:
-            time.sleep(0.01)  # No system call waits with a deadline without reaping the process.
-        died = self._is_dead()
-        self.kill()
-        status = self._process.wait(END_TIMEOUT_S)
-        text = os.pread(self._stacks.fileno(), 1 << 16, 0).decode(errors="replace")
-        stack = "\n".join(WATCH_THREAD.sub("", text).splitlines()[:SHOWN_STACK_LINES])
-        if stack.startswith("Timeout") or (is_late and not died):
-            return _Ended(
-                "timeout", f"took longer than {timeout_s:g} s and was ended{', here:' if stack else ''}", stack
-            )
-        if not died:
-            return _Ended("exit", "closed the connection to the driver, and was ended")
-        if status == -signal.SIGKILL:
-            reason = "was killed (SIGKILL): the kernel's log shows if it was killed because it was out of memory"
-            return _Ended("exit", reason, exit_status=status)
-        exit_description = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
-        return _Ended("exit", f"ended its process ({exit_description})", stack, exit_status=status)
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """End of a process.
-
-    Attributes:
-        kind: ``"timeout"`` or ``"exit"``.
-        reason: Reason, as the predicate of a sentence.
-        stack: Stacks of its threads. Empty if there are none.
-        exit_status: Exit status, or minus the number of the signal. None if the driver ended the process.
-    """
-
-    kind: str
-    reason: str
-    stack: str = ""
-    exit_status: int | None = None
+        return self._process.end(timeout_s, is_late=is_late)
 
 
 def _error(item: RewardItem, reason: str, trace: str, *, function: str) -> RewardError:

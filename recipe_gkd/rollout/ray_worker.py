@@ -10,9 +10,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from recipe_gkd.config import Config
+from recipe_gkd.config.conditions import has_conversations
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
 from recipe_gkd.errors import DeadlineError, GkdError, WorkerError
@@ -23,7 +24,9 @@ from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.engine_sleep import EngineSleep, Part, SleepReport
 from recipe_gkd.rollout.sampling import SamplingName, sampling_from
+from recipe_gkd.rollout.turns import Turn, TurnRequest
 from recipe_gkd.rollout.update_gate import UpdateGate
+from recipe_gkd.rollout.vllm.tool_calls import message_parser
 from recipe_gkd.rollout.weight_updates import WeightUpdates
 from recipe_gkd.runtime.phase_memory import peak_bytes, reset_peak
 from recipe_gkd.runtime.threads import in_thread
@@ -45,6 +48,7 @@ class RolloutWorker:
 
         await worker.setup()
         async for responses in worker.generate(prompts, step): ...  # several calls at a time
+        async for turns in worker.generate_turns(requests, step): ...  # or the turns of conversations
         await worker.open_weight_transport(...)                     # together with the actor's rank 0
         await worker.begin_weight_update(version, meta)             # new calls of generate wait from here ...
         await worker.receive_weights(version, meta, bucket_bytes)
@@ -93,6 +97,7 @@ class RolloutWorker:
             ModelError: The model folder cannot be used.
             ResourceError: The installed vLLM does not support the device.
             WorkerError: vLLM could not start.
+            ConfigError: The parser of tool calls cannot be used.
         """
         started = time.monotonic()
         folder = self._config.actor_rollout_ref.model.path
@@ -101,6 +106,11 @@ class RolloutWorker:
             for name in get_args(SamplingName)
         }
         report = await asyncio.wrap_future(self._engine.start())
+        if has_conversations(self._config):
+            end_ids, model = self._sampling["train"].stop_token_ids, self._config.actor_rollout_ref.model
+            self._messages = message_parser(
+                folder, self._config.rollout.tool_parser, end_ids, trust_remote_code=model.trust_remote_code
+            )
         if (version := self._folder_version) is not None:
             await self._run(lambda engine: self._updates.set_version(engine, version))
         self._folder_shapes = folder_shapes(folder)
@@ -128,6 +138,28 @@ class RolloutWorker:
             DeadlineError: ``timeout_s`` has passed.
             WorkerError: The engine failed, or sleeps.
         """
+        params = [self._sampling[sampling].for_request(prompt.uid, step) for prompt in prompts]
+        async for responses in self._generate(prompts, params, step, timeout_s):
+            yield responses
+
+    async def generate_turns(
+        self, requests: list[TurnRequest], step: int, sampling: SamplingName = "train", timeout_s: float | None = None
+    ) -> AsyncIterator[list[Turn]]:
+        """Generate the next turn of each conversation; see :meth:`generate`."""
+        prompts, tools = [request.prompt for request in requests], {each.prompt.uid: each.tools for each in requests}
+        params = [
+            self._sampling[sampling].for_request(each.prompt.uid, step, turn=each.number, max_tokens=each.max_tokens)
+            for each in requests
+        ]
+        async for responses in self._generate(prompts, params, step, timeout_s):
+            yield [
+                Turn(response=response, message=self._messages.message(response, tools[response.uid]))
+                for response in responses
+            ]
+
+    async def _generate(
+        self, prompts: list[Prompt], params: list[dict[str, Any]], step: int, timeout_s: float | None
+    ) -> AsyncIterator[list[Response]]:
         timeout_s = timeout_s or self._config.actor_rollout_ref.rollout.timeout_s
         started = time.monotonic()
         await self._ensure_ready(started, timeout_s)
@@ -137,7 +169,6 @@ class RolloutWorker:
         def deliver(result: list[Response] | GkdError) -> None:
             loop.call_soon_threadsafe(finished.put_nowait, result)
 
-        params = [self._sampling[sampling].for_request(prompt.uid, step) for prompt in prompts]
         n_left = len(prompts)
         with self._gate.generation():
             request_ids, accepted = self._engine.submit(prompts, params, deliver)

@@ -48,15 +48,17 @@ class Sampling:
     fixed_step: int | None = None
     n_student_ids: int = 0
 
-    def for_request(self, uid: int, step: int) -> dict[str, Any]:
+    def for_request(self, uid: int, step: int, *, turn: int = 0, max_tokens: int | None = None) -> dict[str, Any]:
         """Return the keyword arguments of vLLM's ``SamplingParams`` for one prompt.
 
         Args:
             uid: Uid of the sample.
             step: Training step.
+            turn: Turn of a conversation.
+            max_tokens: Maximum length of the turn. None: that of a response.
         """
         shared = {
-            "max_tokens": self.max_tokens,
+            "max_tokens": self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens),
             "stop_token_ids": list(self.stop_token_ids),
             "logprobs": self.n_student_ids,  # besides the sampled token's
         }
@@ -66,13 +68,15 @@ class Sampling:
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
-            "seed": request_seed(self.seed, uid, step if self.fixed_step is None else self.fixed_step),
+            "seed": request_seed(self.seed, uid, step if self.fixed_step is None else self.fixed_step, turn),
             **shared,
         }
 
 
-def request_seed(seed: int, uid: int, step: int) -> int:
+def request_seed(seed: int, uid: int, step: int, turn: int = 0) -> int:
     """Return the seed of one response: the upper 63 bits of the 8-byte BLAKE2b digest of the arguments as int64.
+
+    The first turn of a conversation has the seed of a response without further turns.
 
     A response therefore does not depend on the worker that generates it, on the other prompts of its batch, or on a
     restart. Neighboring triples give unrelated seeds.
@@ -81,8 +85,10 @@ def request_seed(seed: int, uid: int, step: int) -> int:
         seed: ``data.seed``.
         uid: Uid of the sample.
         step: Training step, or ``VALIDATION_STEP``.
+        turn: Turn of a conversation, starting at 0.
     """
-    digest = hashlib.blake2b(struct.pack("<qqq", seed, uid, step), digest_size=8).digest()
+    later = struct.pack("<q", turn) if turn else b""
+    digest = hashlib.blake2b(struct.pack("<qqq", seed, uid, step) + later, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
@@ -15,13 +15,19 @@ from recipe_gkd.config.limits import (
     MAX_NODES,
     MAX_STEPS,
     MAX_TEMPERATURE,
+    MAX_TIMEOUT_S,
     MAX_TOKENS,
+    MAX_TURNS,
+    MIN_TIMEOUT_S,
     Temperature,
 )
-from recipe_gkd.config.schema.fields import STRICT, key, timeout
+from recipe_gkd.config.schema.fields import STRICT, SourcePath, key, null_to_list, timeout
 from recipe_gkd.config.schema.unused import (
+    FAILED_CONVERSATION_ENDS_RUN,
     GREEDY,
     GREEDY_VALIDATION,
+    NO_CONVERSATIONS,
+    NO_ENVIRONMENT,
     NO_VALIDATION,
     ON_CPU,
     SHARED_DEVICES,
@@ -32,6 +38,9 @@ from recipe_gkd.config.schema.unused import (
 RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
 WeightTransport = Literal["auto", "collective", "ipc"]
 SleepLevel = Literal[0, 1, 2]
+HistoryMode = Literal["refuse", "keep"]
+TruncateSide = Literal["left", "right", "middle"]
+EnvironmentFailureMode = Literal["fail", "truncate", "skip"]
 MismatchBound = Annotated[float | None, BeforeValidator(lambda value: 0.0 if value == "auto" else value)]
 
 
@@ -151,9 +160,16 @@ class RolloutEngineConfig:
     val_kwargs: ValidationSamplingConfig
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else null_to_list(value)
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutPoolConfig:
-    """Size of the rollout pool, section ``rollout``. Not used with ``actor_rollout_ref.hybrid_engine``."""
+    """Size of the rollout pool, and conversations of several turns, section ``rollout``.
+
+    ``actor_rollout_ref.hybrid_engine`` does not use the size.
+    """
 
     nnodes: int = key("Number of nodes of the rollout pool.", unused=[SHARED_DEVICES], ge=1, le=MAX_NODES)
     n_gpus_per_node: int = key(
@@ -161,4 +177,68 @@ class RolloutPoolConfig:
         unused=[SHARED_DEVICES],
         ge=1,
         le=MAX_DEVICES,
+    )
+    environment: SourcePath | None = key(
+        "Environment of conversations with several turns: `FILE.py:Class`, with `reset(row)` and "
+        "`step(message, tool_calls)`; see docs/conversations.md. null: none."
+    )
+    environment_kwargs: dict[str, Any] = key(
+        "Arguments of the constructor of the environment. Command line: `rollout.environment_kwargs.level=2`.",
+        unused=[NO_ENVIRONMENT],
+    )
+    tools: Annotated[list[SourcePath], BeforeValidator(_as_list)] = key(
+        "Functions that the student can call: `[FILE.py:function, ...]`. Type hints and docstring describe them to "
+        "the student. A response then has turns until one calls no tool."
+    )
+    tool_parser: str | None = key(
+        "Format of the student's tool calls, one of vLLM's tool parsers, such as `hermes` (Qwen), `llama3_json` or "
+        "`mistral`. null: messages have no tool calls.",
+        unused=[NO_CONVERSATIONS],
+    )
+    history: HistoryMode = key(
+        "If the chat template removes parts of earlier turns, such as reasoning. `refuse`: the run does not start. "
+        "`keep`: they stay in the conversation.",
+        unused=[NO_CONVERSATIONS],
+    )
+    max_turns: int = key(
+        "Maximum number of turns of the student in a conversation.", unused=[NO_CONVERSATIONS], ge=1, le=MAX_TURNS
+    )
+    max_tool_response_length: int | None = key(
+        "Maximum number of tokens of a message of a tool or an environment. Longer ones are cut. null: no limit but "
+        "`data.max_response_length`, which is for the whole conversation.",
+        unused=[NO_CONVERSATIONS],
+        ge=1,
+        le=MAX_TOKENS,
+    )
+    tool_response_truncate_side: TruncateSide = key(
+        "Part of a long message that is cut.",
+        unused=[unused_with(lambda config: config.rollout.max_tool_response_length, None, "1024")],
+    )
+    environment_timeout_s: float = timeout(
+        "one call of the environment or of a tool, in seconds.", unused=[NO_CONVERSATIONS]
+    )
+    conversation_timeout_s: float | None = key(
+        "Time limit of a conversation in seconds, after which it ends where it is. null: none.",
+        unused=[NO_CONVERSATIONS],
+        ge=MIN_TIMEOUT_S,
+        le=MAX_TIMEOUT_S,
+    )
+    num_environment_workers: int = key(
+        "Number of processes that run environments and tools, each for many conversations at a time.",
+        unused=[NO_CONVERSATIONS],
+        ge=1,
+        le=MAX_DEVICES,
+    )
+    on_environment_failure: EnvironmentFailureMode = key(
+        "If the environment of a conversation fails or does not answer. `fail`: the run ends. `truncate`: the "
+        "conversation ends where it is. `skip`: it is not trained on. A failed call of a tool is no failure: the "
+        "student sees the error.",
+        unused=[NO_CONVERSATIONS],
+    )
+    max_environment_failures: int | None = key(
+        "Number of failed conversations since the start of the command above which the run ends. null: no limit, but "
+        "the run ends if all conversations of a batch have failed.",
+        unused=[NO_CONVERSATIONS, FAILED_CONVERSATION_ENDS_RUN],
+        ge=0,
+        le=MAX_STEPS,
     )

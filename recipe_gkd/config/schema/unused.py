@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from recipe_gkd.config.conditions import (
     distills_references,
     failure_mode,
+    has_conversations,
     has_loss_parameter,
     has_reward,
     needs_rewards,
@@ -143,6 +144,15 @@ FAILURE_ENDS_RUN = UnusedWhen(
     lambda config: config.custom_reward_function.on_failure,
     "skip",
 )
+NO_CONVERSATIONS = UnusedWhen(
+    lambda config: not has_conversations(config), lambda config: config.rollout.environment, "environment.py:Shop"
+)
+NO_ENVIRONMENT = UnusedWhen(
+    lambda config: config.rollout.environment is None,
+    lambda config: config.rollout.environment,
+    "environment.py:Shop",
+)
+FAILED_CONVERSATION_ENDS_RUN = unused_with(lambda config: config.rollout.on_environment_failure, "fail", "truncate")
 NO_ADAPTERS = UnusedWhen(
     lambda config: not config.actor_rollout_ref.actor.lora.rank,
     lambda config: config.actor_rollout_ref.actor.lora.rank,

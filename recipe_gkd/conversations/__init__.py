@@ -1,0 +1,1 @@
+"""Conversations of several turns: environments and tools of the user, and the loop between them and the engines."""

@@ -1,0 +1,53 @@
+"""Start of the environments of a run, and checks of the chat template before any worker starts."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from recipe_gkd.config import Config
+from recipe_gkd.config.conditions import has_conversations
+from recipe_gkd.config.environments import TOOLS, EnvironmentSettings
+from recipe_gkd.conversations.pool import EnvironmentPool
+from recipe_gkd.conversations.template import TurnTemplate, describes
+from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.errors import ConfigError
+from recipe_gkd.runtime.wait_log import waiting_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def open_environments(config: Config) -> AbstractContextManager[EnvironmentPool | None]:
+    """Start the processes of the environments, if the run has conversations.
+
+    Raises:
+        ConfigError: A file of the user cannot be used.
+    """
+    if not has_conversations(config):
+        return nullcontext()
+    with waiting_for("start, load the environments", None, "rollout.environment or rollout.tools"):
+        return EnvironmentPool(EnvironmentSettings.of(config), config.rollout.num_environment_workers)
+
+
+def check_turns(config: Config, data: PromptData, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check with the first prompt that the chat template can append messages to sampled turns.
+
+    Raises:
+        DataError: The prompts are no messages.
+        ConfigError: The template does not describe the tools, or changes earlier turns.
+    """
+    if not has_conversations(config):
+        return
+    rollout, row = config.rollout, data.data_set[data.rows[0]]
+    turns = TurnTemplate(tokenizer, data.template)
+    may_call = rollout.tool_parser is not None
+    roles = ["tool"] if rollout.tools else ["user", *(["tool"] if may_call else [])]
+    turns.check(row.prompt, row.tools, row.where, roles=roles, keeps=rollout.history == "keep")
+    if row.tools and not describes(row.prompt, turns, row.tools, row.where):
+        raise ConfigError(
+            "the student's chat template does not describe tools, so the student cannot see them",
+            remedy=f"use a model whose chat template describes tools, or describe them in the prompts and set {TOOLS} "
+            "with a template that prints `tools`",
+            keys=(TOOLS,),
+        )

@@ -1,0 +1,126 @@
+"""Conversion of a turn's tokens to a message, with vLLM's parsers of tool calls."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipe_gkd.data.messages import Message
+from recipe_gkd.data.samples import Response
+from recipe_gkd.errors import ConfigError, WorkerError
+from teacher.common.vllm_setup import TESTED_VLLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PARSER = "rollout.tool_parser"
+
+
+class MessageParser:
+    """Parser of the turns of a model.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        name: Name of vLLM's tool parser. None: messages have no tool calls.
+        end_ids: Ids that end a turn. They are no part of the content.
+
+    Raises:
+        ConfigError: vLLM has no such parser, or it cannot be used with this tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str | None, end_ids: Collection[int]) -> None:
+        self._tokenizer, self._name, self._end_ids = tokenizer, name, frozenset(end_ids)
+        self._tools: dict[str, list[Any]] = {}
+        self._parser_class: Any = None
+        if name is not None:
+            self._parser_class = self._find(name)
+            self._extract("", None)  # a tokenizer without the parser's special tokens fails here
+
+    def _find(self, name: str) -> Any:
+        from recipe_gkd.rollout.vllm import compat  # noqa: F401 - prepares the process for vLLM
+
+        try:
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
+            from vllm.tool_parsers import ToolParserManager
+        except ImportError as error:
+            raise WorkerError(
+                f"the installed vLLM has no tool parsers where version {TESTED_VLLM} has them: {error}",
+                remedy=f"install vLLM {TESTED_VLLM}",
+            ) from error
+        # Some parsers log each text that they cannot parse, with a traceback. A student makes many of them.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        self._request_class, self._tool_class = ChatCompletionRequest, ChatCompletionToolsParam
+        try:
+            return ToolParserManager.get_tool_parser(name)
+        except KeyError:
+            names = ", ".join(ToolParserManager.list_registered())
+            raise ConfigError(
+                f"{PARSER}={name}: vLLM has no such tool parser", remedy=f"use one of: {names}", keys=(PARSER,)
+            ) from None
+
+    def message(self, response: Response, tools: Sequence[Any] | None) -> Message:
+        """Return a turn as a message. Text that the parser refuses is content without tool calls."""
+        ids = response.ids.tolist()
+        if ids and ids[-1] in self._end_ids:
+            ids = ids[:-1]
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        if self._parser_class is None:
+            return {"role": "assistant", "content": text}
+        found = self._extract(text, tools)
+        if not found.tools_called:
+            return {"role": "assistant", "content": text}
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in found.tool_calls
+        ]
+        return {"role": "assistant", "content": found.content or "", "tool_calls": calls}
+
+    def _extract(self, text: str, tools: Sequence[Any] | None) -> Any:
+        described = self._described(tools)
+        try:
+            parser = self._parser_class(self._tokenizer, described)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{PARSER}={self._name} cannot be used with the student's tokenizer: {error}",
+                remedy="use the parser of the student's model family",
+                keys=(PARSER,),
+            ) from error
+        return parser.extract_tool_calls(
+            text, self._request_class(messages=[], model="", seed=None, tools=described or None)
+        )
+
+    def _described(self, tools: Sequence[Any] | None) -> list[Any]:
+        """Return schemas in vLLM's form."""
+        if not tools:
+            return []
+        key = json.dumps(list(tools), sort_keys=True, default=str)
+        if key not in self._tools:
+            try:
+                self._tools[key] = [self._tool_class(**tool) for tool in tools]
+            except (TypeError, ValueError):  # schemas of another form, which the parser does not need
+                self._tools[key] = []
+        return self._tools[key]
+
+
+def _arguments(text: Any) -> Any:
+    """Return the arguments of a call as an object, as chat templates expect them; the text if it is no JSON."""
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        return text
+
+
+def message_parser(
+    folder: str, name: str | None, end_ids: Collection[int], *, trust_remote_code: bool
+) -> MessageParser:
+    """Return the parser of the turns of the model in a folder; see :class:`MessageParser`."""
+    from recipe_gkd.model_files import load_tokenizer
+
+    return MessageParser(load_tokenizer(Path(folder), trust_remote_code=trust_remote_code), name, end_ids)
