@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline.py [--clock virtual] [--json FILE] [--shape S ...] [--schedule S ...]
     python benchmarks/pipeline.py --replay RUN/metrics.jsonl      step times of that run with other pools and schedules
+    python benchmarks/pipeline.py --turns 3                       conversations whose tools take 0 to 2 s
 
 A load shape consists of the durations of generation, scoring and update of a batch. For each shape and schedule, the
 benchmark prints the steady-state step time divided by ``step_bound`` of ``recipe_gkd.metrics.advice.step_time_model``
@@ -31,6 +32,7 @@ from typing import Any, TypeVar
 import virtual_time
 from pipeline_replay import replay
 from pipeline_stages import BatchTimes, Pools, Stages, drive, idle
+from pipeline_turns import tables
 
 from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.errors import GkdError
@@ -263,6 +265,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--teachers", type=int, default=2, help="number of teacher workers (2)")
     parser.add_argument("--inflight", action="store_true", help="update weights in flight")
+    parser.add_argument("--turns", type=int, help="throughput of conversations of this many turns, in virtual time")
+    parser.add_argument("--tool-s", type=float, default=2.0, help="longest tool call of --turns, in seconds (2)")
     parser.add_argument(
         "--replay",
         type=Path,
@@ -282,6 +286,10 @@ def main(argv: list[str] | None = None) -> None:
             print(replay(options.replay, actor=options.actor, rollout=options.rollout, teacher=options.teacher))
         except GkdError as error:
             sys.exit(f"error: {error}")
+        return
+    if options.turns is not None:
+        pools = Pools(n_replicas=options.replicas, n_slots=options.slots, n_teachers=options.teachers)
+        print("\n".join(tables(options.turns, options.tool_s, pools)))
         return
     bench = Bench(
         unit_s=options.unit,

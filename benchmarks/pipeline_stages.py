@@ -1,6 +1,7 @@
 """The real schedule with stages that only take time.
 
-A rollout replica has slots. Each response occupies a slot for its own duration, in the order of the requests. A teacher
+A rollout replica has slots. Each response occupies a slot for its own duration, in the order of the requests. With
+several turns, it leaves its slot between two of them, while a tool runs. A teacher
 worker serves one request at a time, for a duration proportional to its number of responses. Update and sync have fixed
 durations.
 """
@@ -34,6 +35,7 @@ class BatchTimes:
 
     Attributes:
         responses: Duration of each response in its slot. All batches have the same number of responses.
+        tools: Durations of the tool calls of each response, which are between its turns. Empty: one turn.
         teacher: Duration of the whole batch, divided among all teacher workers.
         update: Duration of the update.
         sync: Duration of the weight sync whose version is the step of this batch.
@@ -43,6 +45,7 @@ class BatchTimes:
     teacher: float
     update: float
     sync: float
+    tools: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,7 @@ class Stages:
 
     Attributes:
         timeline: Tracks of the pools. A span covers the work only, without the wait for a free slot or worker.
+        on_outside: Function that gets 1 when a tool of a response starts, and -1 when it ends.
     """
 
     def __init__(self, times: Callable[[int], BatchTimes], pools: Pools, *, whole_batches: bool = False) -> None:
@@ -99,6 +103,7 @@ class Stages:
         self._paused_s, self._paused_since = 0.0, float("inf")
         self._version = 0
         self.timeline = Timeline(now)
+        self.on_outside: Callable[[int], None] = lambda _: None
 
     @property
     def callables(self) -> PipelineStages:
@@ -109,13 +114,20 @@ class Stages:
         return PromptBatch(step, 0.0, [Prompt(uid=uid, ids=NO_IDS, row=uid) for uid in uids])
 
     async def generate(self, replica: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
-        seconds, version = self._times(step).responses, self._version
+        times, version = self._times(step), self._version
         done: asyncio.Queue[int] = asyncio.Queue()
 
         async def response(uid: int) -> None:
-            async with self._slots[replica]:
-                with self.timeline.span(f"rollout {replica}", "generate"):
-                    await self._generate_for(seconds[uid % self.batch_size])
+            index = uid % self.batch_size
+            tools = times.tools[index] if times.tools else ()
+            for tool_s in (None, *tools):
+                if tool_s is not None:
+                    self.on_outside(1)
+                    await asyncio.sleep(tool_s)
+                    self.on_outside(-1)
+                async with self._slots[replica]:
+                    with self.timeline.span(f"rollout {replica}", "generate"):
+                        await self._generate_for(times.responses[index] / (1 + len(tools)))
             done.put_nowait(uid)
 
         responses = [asyncio.ensure_future(response(prompt.uid)) for prompt in prompts]
@@ -194,6 +206,7 @@ async def drive(stages: Stages, pipeline_config: PipelineConfig, n_steps: int) -
         pipeline_config,
         stages.callables,
     )
+    stages.on_outside = pipeline.add_outside
     async with pipeline:
         async for batch in pipeline:
             async with pipeline.actor_update(batch):

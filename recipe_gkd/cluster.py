@@ -17,7 +17,7 @@ from recipe_gkd.actor.ranks import RankReport
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, ROLLOUT_TIMEOUT, timeout_of
-from recipe_gkd.conversations.stage import Batch, Conversations
+from recipe_gkd.conversations.stage import Batch, ConversationStage
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response, Sample
@@ -106,7 +106,7 @@ class Cluster:
     scoring: ScoringPool | None = None
     store_usage: ObjectStoreUsage = field(default_factory=ObjectStoreUsage)
     capacity: ClusterCapacity | None = None
-    conversations: Conversations | None = None
+    conversations: ConversationStage | None = None
 
     # Stages of the schedule.
 

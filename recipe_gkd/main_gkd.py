@@ -38,8 +38,9 @@ from recipe_gkd.config.durations import duration_s
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.stored import report_changes, stored_config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
+from recipe_gkd.conversations.pool import EnvironmentPool
 from recipe_gkd.conversations.setup import check_turns, open_environments
-from recipe_gkd.conversations.stage import Conversations
+from recipe_gkd.conversations.stage import ConversationStage
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.rows import TRAINING, read_data_set
 from recipe_gkd.diagnostics.exit_messages import leave_dead_streams, report_error, report_saved_stop, report_stop
@@ -89,6 +90,7 @@ class TrainingPlan:
         fresh: Progress of a new run on these data.
         stop_token_ids: Ids at which the teachers end a turn.
         n_tokens: Number of ids of the student's tokenizer.
+        conversations: Conversations of several turns. None: a response is one turn.
     """
 
     loader: PromptLoader
@@ -96,6 +98,7 @@ class TrainingPlan:
     fresh: Progress
     stop_token_ids: Sequence[int]
     n_tokens: int
+    conversations: ConversationStage | None
 
     @property
     def progress(self) -> Progress:
@@ -168,8 +171,7 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         data_set = read_data_set(config.data.train_files, config.data, TRAINING, config.data.train_max_samples)
     routes = read_routes(data_set, config)
     with open_teachers(config, routes) as teachers, ExitStack() as opened:
-        environments = opened.enter_context(open_environments(config))
-        data_set.default_tools = tools = environments.tools or None if environments is not None else None
+        environments = opened.enter_context(open_environments(config, data_set))
         log.info("student %s: %d ids, output layer of %d", student.path, student.n_tokens, student.vocab_size)
         with waiting_for("start, check the teachers", None, ", ".join(teachers.sources)):
             stop_token_ids = check_teachers(teachers.sources, student, config)
@@ -179,16 +181,15 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
             data = read_prompts(config, data_set, student, stop_token_ids)
             read_teacher_prompts(config, data, routes, teachers.clients, student)
             check_recorded_prompts(teachers.recorded_references, data)
-            check_turns(config, data, student.tokenizer)
         scorer = opened.enter_context(_open_scorer(config))
         truth_use: TruthUse = "unused" if scorer is None else scorer.truth_use
-        validation = read_validation(config, student.tokenizer, truth_use=truth_use, tools=tools)
+        validation = read_validation(config, student.tokenizer, truth_use=truth_use, tools=data_set.default_tools)
         if validation is not None and validation.routes is not None:
             of_validation = teachers.for_data(validation.routes)
             read_teacher_prompts(config, validation.data, validation.routes, of_validation.clients, student)
         recover(folder.path)
         with waiting_for("start, read the model's weight files and the checkpoints", None, str(student.path)):
-            plan = _plan_training(config, data, student, stop_token_ids)
+            plan = _plan_training(config, data, student, stop_token_ids, environments)
         last_step = plan.last_step(plan.progress)
         if plan.progress.step == last_step:
             log.info("%s: step %d is done, and there is nothing left to train", plan.points[0].folder, last_step)
@@ -204,8 +205,7 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         raise_on_signals()  # again, because Ray sets its own handler
         save_before = config.trainer.save_before
         stop = StopRequest(None if save_before is None else duration_s(save_before))
-        conversations = None if environments is None else Conversations(config, student.tokenizer, environments)
-        training = _train(config, plan, teachers, reward_context, folder, stop, conversations)
+        training = _train(config, plan, teachers, reward_context, folder, stop)
         try:
             asyncio.run(run_until_terminated(training, log_background_error, stop))
         finally:
@@ -213,7 +213,14 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         return stop.reason
 
 
-def _plan_training(config: Config, data: PromptData, student: Student, stop_token_ids: Sequence[int]) -> TrainingPlan:
+def _plan_training(
+    config: Config,
+    data: PromptData,
+    student: Student,
+    stop_token_ids: Sequence[int],
+    environments: EnvironmentPool | None,
+) -> TrainingPlan:
+    check_turns(config, data, student.tokenizer)
     loader = PromptLoader(
         data,
         config.data,
@@ -240,6 +247,7 @@ def _plan_training(config: Config, data: PromptData, student: Student, stop_toke
         fresh=fresh,
         stop_token_ids=stop_token_ids,
         n_tokens=student.n_tokens,
+        conversations=None if environments is None else ConversationStage(config, student.tokenizer, environments),
     )
 
 
@@ -309,7 +317,6 @@ async def _train(
     reward_context: RewardContext,
     folder: RunFolder,
     stop: StopRequest,
-    conversations: Conversations | None,
 ) -> None:
     """Start the workers, and train."""
     # Cluster may have another working directory.
@@ -328,7 +335,7 @@ async def _train(
     ):
         if cluster.scoring is not None:
             teachers.requests = cluster.scoring
-        cluster.conversations = conversations
+        cluster.conversations = plan.conversations
         folder.accept()
         await _train_with_restarts(config, cluster, plan, teachers, reward_context, stop)
 

@@ -4,13 +4,14 @@ Usage::
 
     python examples/calculator/models.py OUT [--seed 0] [--teacher-steps 500] [--student-steps 60]
 
-The output is ``OUT/{train,held_out}.parquet``, ``OUT/teacher`` and ``OUT/student``. It takes one to two minutes on two
-cores.
+The output is ``OUT/{train,held_out}.parquet``, ``OUT/teacher``, ``OUT/student`` and ``OUT/models.json``. It takes one to
+two minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -83,7 +85,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> tuple[list[i
     return ids, labels
 
 
-def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, excluded: set) -> float:
+def train(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, excluded: set[tuple[int, int]]
+) -> float:
     """Train on correct conversations about other problems than the excluded ones, and return the last loss."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -120,6 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     splits = make_splits(args.seed, n_train=N_TRAIN, n_held_out=N_HELD_OUT, n_dev=1)
     write_parquet(splits.train, args.out / "train.parquet")
     write_parquet(splits.held_out, args.out / "held_out.parquet")
+    transformers.utils.logging.disable_progress_bar()
     tokenizer, excluded = build_tokenizer(), {problem.pair for problem in splits.held_out}
     for number, (role, steps) in enumerate((("teacher", args.teacher_steps), ("student", args.student_steps))):
         began, seed = time.monotonic(), 2 * args.seed + number
@@ -128,6 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         model.save_pretrained(args.out / role)
         tokenizer.save_pretrained(args.out / role)
         print(f"{role}: {steps} steps in {time.monotonic() - began:.0f} s, loss {loss:.3f}", flush=True)
+    (args.out / "models.json").write_text(json.dumps(vars(args), default=str))  # all files are complete
     return 0
 
 

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from recipe_gkd.config.conditions import has_conversations, trains_on_references
+from recipe_gkd.config.keys import key_name
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import split_spec
 
-ENVIRONMENT, TOOLS, PARSER = "rollout.environment", "rollout.tools", "rollout.tool_parser"
+ENVIRONMENT = key_name(lambda config: config.rollout.environment)
+TOOLS = key_name(lambda config: config.rollout.tools)
+PARSER = key_name(lambda config: config.rollout.tool_parser)
+HISTORY = key_name(lambda config: config.rollout.history)
 _EXPECTED_CLASS = "a Python file that defines a class with reset(row) and step(message, tool_calls)"
 _EXPECTED_TOOL = "a Python file that defines this function, with type hints and an Args section in its docstring"
 

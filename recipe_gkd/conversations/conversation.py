@@ -12,7 +12,7 @@ from recipe_gkd.data.samples import ConversationEnd, InsertedTokens, Prompt, Res
 
 
 @dataclass
-class Conversation:
+class ConversationState:
     """A conversation so far.
 
     Attributes:
@@ -63,7 +63,7 @@ class Conversation:
         """
         turns = self.turns
         ids_T = _joined([turn.ids for turn in turns], np.int32)
-        # Tokens after the last turn are trained on by nobody.
+        # Tokens after the last turn predict nothing.
         ends = np.cumsum([len(turn.ids) for turn in turns])
         between = self.between[: max(len(turns) - 1, 0)]
         inserted = None

@@ -60,7 +60,7 @@ class EnvironmentPool:
         """End the processes."""
         self.close()
 
-    async def open(self, key: int) -> Session:
+    async def open(self, key: int) -> EnvironmentSession:
         """Return a session on the process with the fewest conversations.
 
         Args:
@@ -72,7 +72,7 @@ class EnvironmentPool:
         number = min(range(len(self._processes)), key=lambda number: self._processes[number].n_open)
         if self._processes[number].has_ended:
             await self._restart(number)
-        return Session(self._processes[number], key)
+        return EnvironmentSession(self._processes[number], key)
 
     async def _restart(self, number: int) -> None:
         """Replace a process that has ended. Callers at the same time wait for the same one."""
@@ -101,7 +101,7 @@ class EnvironmentPool:
             process.close()
 
 
-class Session:
+class EnvironmentSession:
     """Environment of one conversation.
 
     All methods raise :class:`~recipe_gkd.conversations.process.CallError` if the user's code fails, and

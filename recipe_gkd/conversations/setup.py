@@ -11,6 +11,7 @@ from recipe_gkd.config.environments import TOOLS, EnvironmentSettings
 from recipe_gkd.conversations.pool import EnvironmentPool
 from recipe_gkd.conversations.template import TurnTemplate, describes
 from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.rows import DataSet
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.wait_log import waiting_for
 
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def open_environments(config: Config) -> AbstractContextManager[EnvironmentPool | None]:
+def open_environments(config: Config, data_set: DataSet) -> AbstractContextManager[EnvironmentPool | None]:
     """Start the processes of the environments, if the run has conversations.
+
+    Args:
+        data_set: Training data, whose rows get the tools of the environments if they have none.
 
     Raises:
         ConfigError: A file of the user cannot be used.
@@ -27,7 +31,9 @@ def open_environments(config: Config) -> AbstractContextManager[EnvironmentPool 
     if not has_conversations(config):
         return nullcontext()
     with waiting_for("start, load the environments", None, "rollout.environment or rollout.tools"):
-        return EnvironmentPool(EnvironmentSettings.of(config), config.rollout.num_environment_workers)
+        pool = EnvironmentPool(EnvironmentSettings.of(config), config.rollout.num_environment_workers)
+    data_set.default_tools = pool.tools or None
+    return pool
 
 
 def check_turns(config: Config, data: PromptData, tokenizer: PreTrainedTokenizerBase) -> None:

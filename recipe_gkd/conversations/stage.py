@@ -1,7 +1,8 @@
 """Generation of conversations: turns of the student on a rollout replica, and steps of the environments in between.
 
-A conversation is a task that outlives a call of :meth:`Conversations.generate`. If its replica dies, the call raises
-:class:`WorkerDied`, and the next call, after the replacement of the worker, continues the conversation from its tokens.
+A conversation is a task that outlives a call of :meth:`ConversationStage.generate`. If its replica dies, the call
+raises :class:`WorkerDied`, and the next call, after the replacement of the worker, continues the conversation from its
+tokens.
 
 ======== ==================================== =========================================================================
 State    Entered by                           Next
@@ -28,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recipe_gkd.config import Config
-from recipe_gkd.conversations.conversation import Conversation
-from recipe_gkd.conversations.pool import EnvironmentPool, Session
+from recipe_gkd.conversations.conversation import ConversationState
+from recipe_gkd.conversations.pool import EnvironmentPool, EnvironmentSession
 from recipe_gkd.conversations.process import CallError, EnvironmentLost
 from recipe_gkd.conversations.template import TurnTemplate, cut
 from recipe_gkd.data.messages import Message
@@ -79,7 +80,7 @@ class Batch:
 
 @dataclass
 class _OpenBatch:
-    """Conversations of a batch, and the turns that they wait for.
+    """ConversationStage of a batch, and the turns that they wait for.
 
     Attributes:
         pending: Requests that no replica has received.
@@ -134,12 +135,12 @@ class _OpenBatch:
         self.add(unanswered)
 
 
-class Conversations:
+class ConversationStage:
     """Generation of all conversations of a run.
 
     Lifecycle::
 
-        conversations = Conversations(config, tokenizer, pool)
+        conversations = ConversationStage(config, tokenizer, pool)
         async for responses in conversations.generate(batch, prompts, send_turns): ...   # several batches at a time
         await conversations.close()
 
@@ -342,14 +343,20 @@ class _Attempt:
     """One attempt of a conversation, from its prompt to its end."""
 
     def __init__(
-        self, conversations: Conversations, batch: Batch, prompt: Prompt, opened: _OpenBatch, n_restarts: int, key: int
+        self,
+        conversations: ConversationStage,
+        batch: Batch,
+        prompt: Prompt,
+        opened: _OpenBatch,
+        n_restarts: int,
+        key: int,
     ) -> None:
         self._conversations, self._batch, self._opened = conversations, batch, opened
         self._n_restarts, self._key = n_restarts, key
         self._row = batch.data.data_set[prompt.row]
-        self._state, self._original = Conversation(prompt), prompt
+        self._state, self._original = ConversationState(prompt), prompt
         self._messages: list[Message] = self._row.prompt if isinstance(self._row.prompt, list) else []
-        self._session: Session | None = None
+        self._session: EnvironmentSession | None = None
 
     async def run(self) -> Response:
         """Return the response.
@@ -411,7 +418,7 @@ class _Attempt:
         Args:
             keeps_turns: False for a response without tokens.
         """
-        state = self._state if keeps_turns else Conversation(self._original)
+        state = self._state if keeps_turns else ConversationState(self._original)
         seconds = 0.0 if self._session is None else self._session.seconds
         response = state.response(
             end, version=self._batch.step, environment_s=seconds, n_restarts=self._n_restarts, failure=failure

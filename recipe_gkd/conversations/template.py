@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recipe_gkd.config.environments import ENVIRONMENT, HISTORY, TOOLS
 from recipe_gkd.data.messages import Message
 from recipe_gkd.data.tokenization import ChatTemplate, render_prompt
 from recipe_gkd.errors import ConfigError, DataError
@@ -21,10 +22,9 @@ from recipe_gkd.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PLACEHOLDER = "0"
-"""Content of the assistant message in the place of the sampled one."""
-REASONING = "<think>\n0\n</think>\n\n0"
-HISTORY = "rollout.history"
+PLACEHOLDER = "\N{SYMBOL FOR UNIT SEPARATOR}"
+"""Content of the assistant message in the place of the sampled one. It is rendered, and never tokenized."""
+REASONING = f"<think>\n{PLACEHOLDER}\n</think>\n\n{PLACEHOLDER}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,10 @@ class TurnTemplate:
         if closing_at >= 0 and closing_at + len(end) > len(prefix):
             closing = without[closing_at + len(end) :]
         else:  # the model ended with a token that the template does not write
-            closing = without[without.rfind(PLACEHOLDER) + len(PLACEHOLDER) :]
+            empty: Message = {"role": "assistant", "content": PLACEHOLDER}
+            closing = self._render([*prompt, empty], tools, where, add_generation_prompt=False).rpartition(PLACEHOLDER)[
+                2
+            ]
         text = closing + complete[len(without) :]
         return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
@@ -136,7 +139,7 @@ class TurnTemplate:
                 f"the student's chat template refuses a message of the role {follow['role']!r} after an assistant "
                 f"message: {error.what}",
                 remedy="use a chat template with this role",
-                keys=("rollout.environment", "rollout.tools"),
+                keys=(ENVIRONMENT, TOOLS),
             ) from error
         if complete.startswith(without):
             return
@@ -155,7 +158,7 @@ class TurnTemplate:
             f"the student's chat template writes an assistant message differently when a message of the role "
             f"{follow['role']!r} follows it, so messages cannot be appended to sampled tokens",
             remedy="use another chat template",
-            keys=("rollout.environment", "rollout.tools"),
+            keys=(ENVIRONMENT, TOOLS),
         )
 
 

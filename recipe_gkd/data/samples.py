@@ -65,7 +65,7 @@ ConversationEnd = Literal["stop", "length", "turns", "time", "failure"]
 
 @dataclass(frozen=True, kw_only=True)
 class Transcript:
-    """What a conversation has besides its tokens.
+    """Messages and numbers of a conversation.
 
     Attributes:
         messages: Messages after the prompt, of all roles.

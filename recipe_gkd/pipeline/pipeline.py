@@ -63,6 +63,7 @@ class Pipeline:
 
     Attributes:
         timeline: Receiver of the spans and counters of all stages.
+        add_outside: Function that counts prompts in flight that wait for a tool; see :class:`PipelineState`.
     """
 
     def __init__(
@@ -78,14 +79,13 @@ class Pipeline:
 
         Args:
             batches: Prompts of the batches, in the order of training.
-            pipeline_config: Settings of the schedule.
-            stages: Functions that do the work.
             first_version: Version of the actor's weights at the start.
             timeline: Receiver of spans and counters. By default a new one without a sink.
         """
         self.timeline = timeline or Timeline(now)
         self._batches, self._stages = batches, stages
         self._state = PipelineState(pipeline_config, self.timeline, first_version)
+        self.add_outside = self._state.add_outside
         self._tasks = FirstErrorTaskGroup()
         self._lock = ActorLock(self._state, stages.sync, self._tasks)
         self._gate = StalenessGate(self._state, self._lock)
@@ -148,13 +148,6 @@ class Pipeline:
             may_fail: True if the run continues after an error of the body.
         """
         return self._lock.hold(work, batch, may_fail=may_fail)
-
-    def add_outside(self, n_prompts: int) -> None:
-        """Add ``n_prompts``, which may be negative, to the prompts in flight that wait for something else.
-
-        Conversations that wait for a tool leave their replica to the next batch.
-        """
-        self._state.add_outside(n_prompts)
 
     async def generate_for_validation(
         self, prompts: Sequence[Prompt], generate: Generate, *, responses_per_prompt: int = 1

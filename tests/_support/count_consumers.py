@@ -18,13 +18,16 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
 from recipe_gkd.actor.profile import profiled
+from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.save_failures import FailedSave, SaveFailures
 from recipe_gkd.checkpoints.store import remove_old
 from recipe_gkd.config import Config, limits
 from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.teachers import addresses, n_connections, requests_per_batch
+from recipe_gkd.conversations.stage import ConversationStage
+from recipe_gkd.conversations.template import cut
 from recipe_gkd.data.samples import Prompt, Response, Reward
-from recipe_gkd.errors import CheckpointError, WorkerDied
+from recipe_gkd.errors import CheckpointError, ConversationError, WorkerDied
 from recipe_gkd.metrics.loggers.prometheus_logger import check_metrics_port
 from recipe_gkd.metrics.utilization import ActorUtilization
 from recipe_gkd.pipeline.config import PipelineConfig
@@ -75,6 +78,25 @@ def run_schedule(config: Config, name: str) -> None:
     times = BatchTimes(responses=[1.0, 2.0], teacher=1.0, update=1.0, sync=0.1)
     course = run(drive(Stages(lambda step: times, Pools(n_replicas=1)), pipeline_config, 3))
     assert len(course.staleness) == 3 and max(course.staleness) <= pipeline_config.max_staleness
+
+
+def hold_conversation(config: Config, name: str) -> None:
+    """Cut a message, and reach the limits of turns, of time and of failures."""
+    tokenizer, settings, value = build_tokenizer(), config.rollout, value_at(config, name)
+    assert cut("123", tokenizer, settings.max_tool_response_length or 1, "middle").count("...") == (
+        (settings.max_tool_response_length or 1) < 3
+    )
+    stage = ConversationStage(config, tokenizer, SimpleNamespace())  # type: ignore[arg-type]
+    _, max_turns, timeout_s = stage.limits
+    assert len(range(max_turns)) == settings.max_turns
+    asyncio.run(asyncio.wait_for(asyncio.sleep(0), None if timeout_s is None else timeout_s + 60))
+    if name.endswith("max_environment_failures"):
+        stage.failures = value
+        attempt: Any = SimpleNamespace(describe=lambda error: ConversationError(str(error)))
+        with pytest.raises(ConversationError, match=f"{name}={value};"):
+            stage._failed(attempt, ValueError("broken"))
+    if name.endswith("num_environment_workers"):
+        assert min(range(value), key=lambda number: 0) == 0
 
 
 def check_intervals(config: Config, name: str) -> None:

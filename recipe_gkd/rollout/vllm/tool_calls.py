@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipe_gkd.config.environments import PARSER
 from recipe_gkd.data.messages import Message
 from recipe_gkd.data.samples import Response
 from recipe_gkd.errors import ConfigError, WorkerError
@@ -15,8 +16,6 @@ from teacher.common.vllm_setup import TESTED_VLLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-PARSER = "rollout.tool_parser"
 
 
 class MessageParser:

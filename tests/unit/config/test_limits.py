@@ -62,6 +62,7 @@ from tests._support.count_consumers import (
     check_count_limit,
     check_intervals,
     connect_to_teacher,
+    hold_conversation,
     run_schedule,
     value_at,
 )
@@ -372,10 +373,14 @@ def consumer_of(name: str) -> Callable[[Config, str], None]:
         load_data: ["data.train_batch_size", f"{ROLLOUT}.n", "trainer.total_epochs", "trainer.total_training_steps"],
         make_micro_batches: ["actor_rollout_ref.actor.micro_batch_size", "actor_rollout_ref.actor.max_token_len"],
         plan_weight_buckets: [f"{ROLLOUT}.update_weights_bucket_megabytes"],
+        hold_conversation: [
+            *("rollout.max_turns", "rollout.max_tool_response_length", "rollout.max_environment_failures"),
+            *("rollout.num_environment_workers", "rollout.conversation_timeout_s"),
+        ],
     }
     if chosen := next((function for function, names in groups.items() if name in names), None):
         return chosen
-    if last in ("timeout_s", "nccl_timeout", "max_wait_s", "startup_timeout_s"):
+    if last in ("timeout_s", "nccl_timeout", "max_wait_s", "startup_timeout_s", "environment_timeout_s"):
         return pass_deadline
     if last.endswith(("nodes", "n_gpus_per_node", "parallel_size", "n_server_workers", "fsdp_size")):
         return place_pools

@@ -70,6 +70,10 @@ CONDITIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     (f"{ROLLOUT}.mismatch_patience", f"{ROLLOUT}.mismatch_bound"): (f"{ROLLOUT}.mismatch_bound=null",),
     (f"{ROLLOUT}.gpu_memory_utilization", "trainer.device"): ("trainer.device=cpu",),
+    ("rollout.max_environment_failures", "rollout.on_environment_failure"): (
+        "rollout.environment=environment.py:Shop",
+        "rollout.on_environment_failure=fail",
+    ),
     ("rollout.nnodes", HYBRID): (f"{HYBRID}=true", SYNC),
     ("trainer.total_epochs", "trainer.total_training_steps"): ("trainer.total_training_steps=5",),
 }
@@ -84,6 +88,11 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
 }
 # Values of keys whose default selects nothing.
 VALUES = {
+    "rollout.environment_kwargs": "{level: 2}",
+    "rollout.tool_parser": "hermes",
+    "rollout.max_tool_response_length": "1024",
+    "rollout.conversation_timeout_s": "9",
+    "rollout.max_environment_failures": "9",
     f"{ACTOR}.megatron.sequence_parallel": "true",
     f"{ROLLOUT}.async_scheduling": "false",
     "trainer.max_actor_ckpt_to_keep": "2",

@@ -1,0 +1,109 @@
+"""Conversations of tests: a tokenizer with a tool template, and a scripted student in place of a replica."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from recipe_gkd.config import Config
+from recipe_gkd.config.environments import EnvironmentSettings
+from recipe_gkd.conversations.stage import Batch, ConversationStage, SendTurns
+from recipe_gkd.data.prompts import PromptData
+from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.rollout.turns import Turn, TurnRequest
+from recipe_gkd.runtime.user_code import load_attribute
+from tests._support import environments
+from tests._support.base_config import base_config
+from tests._support.data_sets import data_set_of
+from tests._support.repository import REPO
+
+TOKENIZER = load_attribute(str(REPO / "examples/calculator/conversations.py"), "build_tokenizer", key="")()
+FILE = environments.__file__
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+def configured(*overrides: str) -> Config:
+    """Return a configuration of conversations."""
+    return base_config(
+        "data.ground_truth_key=truth", "data.max_prompt_length=64", "data.max_response_length=200",
+        "rollout.environment_timeout_s=20", *overrides,
+    )  # fmt: skip
+
+
+def settings_of(*overrides: str) -> EnvironmentSettings:
+    """Return the settings of the processes."""
+    return EnvironmentSettings.of(configured(*overrides))
+
+
+def prompt_data(config: Config, *names: str, tools: Any = None) -> PromptData:
+    """Return a data set with one prompt ``1+1=`` for each name."""
+    columns = {
+        "prompt": [[{"role": "user", "content": "1+1="}] for _ in names],
+        "name": list(names),
+        "truth": ["2" for _ in names],
+    }
+    data_set = data_set_of(columns, config.data)
+    data_set.default_tools = tools
+    return PromptData(data_set, config.data, TOKENIZER)
+
+
+def prompts_of(data: PromptData, first_uid: int = 0) -> list[Prompt]:
+    """Return one prompt for each row."""
+    return [data.prompt(index, first_uid + index) for index in range(len(data))]
+
+
+Student = Callable[[TurnRequest], str]
+"""Function that returns the text of a turn. A turn is cut at its maximum length."""
+
+
+def turn_of(request: TurnRequest, text: str, version: int = 0) -> Turn:
+    """Return a turn with this text, and with log-probabilities that depend on the tokens."""
+    ids = np.array(TOKENIZER(text + TOKENIZER.eos_token, add_special_tokens=False)["input_ids"], np.int32)
+    is_cut, ids = len(ids) > request.max_tokens, ids[: request.max_tokens]
+    calls = [json.loads(call) for call in CALL.findall(text)]
+    message: dict[str, Any] = {"role": "assistant", "content": CALL.sub("", text)}
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"call{number}", "type": "function", "function": call} for number, call in enumerate(calls)
+        ]
+    response = Response(
+        uid=request.prompt.uid,
+        ids=ids,
+        logprobs=(-1 - ids / 100).astype(np.float32),
+        finish_reason="length" if is_cut else "stop",
+        weights_version=version,
+        versions_T=np.full(len(ids), version, np.int32),
+    )
+    return Turn(response=response, message=message)
+
+
+def scripted(student: Student, requests: list[TurnRequest] | None = None) -> SendTurns:
+    """Return a replica whose student is a function. It records the requests."""
+
+    async def send(batch: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
+        for request in batch:
+            if requests is not None:
+                requests.append(request)
+            yield [turn_of(request, student(request))]
+
+    return send
+
+
+async def all_of(
+    stage: ConversationStage, data: PromptData, send: SendTurns, prompts: Sequence[Prompt] | None = None, step: int = 3
+) -> dict[int, Response]:
+    """Return all conversations of a data set, by uid."""
+    found: dict[int, Response] = {}
+    batch = Batch(data=data, replica=0, step=step)
+    async for responses in stage.generate(batch, prompts or prompts_of(data), send):
+        found |= {response.uid: response for response in responses}
+    return found
+
+
+def text_of(ids: Sequence[int] | np.ndarray) -> str:
+    """Return the text of ids, with all special tokens."""
+    return str(TOKENIZER.decode(list(map(int, ids)), skip_special_tokens=False))

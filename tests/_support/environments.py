@@ -1,0 +1,107 @@
+"""Environments and tools of tests. The process of the environments loads this file by its path."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Echo:
+    """Environment that returns what it was told, until the student has said 0."""
+
+    def __init__(self, folder: str = "", reward: float | None = None) -> None:
+        self.folder, self.reward, self.n_steps, self.uid = folder, reward, 0, ""
+
+    async def reset(self, row: dict[str, Any]) -> None:
+        self.uid = str(row["extra"].get("name", ""))
+        if self.folder:
+            with (Path(self.folder) / self.uid).open("a") as file:
+                file.write("reset\n")
+
+    async def step(self, message: dict[str, Any], tool_calls: list[Any]) -> Any:
+        self.n_steps += 1
+        if message["content"] == "0":
+            return {"done": True, "reward": self.reward, "info": {"steps": self.n_steps, "name": self.uid}}
+        return {"messages": [{"role": "user", "content": message["content"]}], "reward": self.reward}
+
+    async def close(self) -> None:
+        if self.folder:
+            with (Path(self.folder) / self.uid).open("a") as file:
+                file.write("close\n")
+
+
+class Faulty(Echo):
+    """Environment with a fault for the samples whose name is the name of a fault."""
+
+    async def step(self, message: dict[str, Any], tool_calls: list[Any]) -> Any:
+        match self.uid:
+            case "raises":
+                raise KeyError("the shop is closed")
+            case "returns":
+                return {"role": "assistant", "content": 3}
+            case "waits":
+                await asyncio.sleep(1000)
+            case "blocks":
+                time.sleep(1000)
+            case "exits":
+                os._exit(3)
+            case "crashes":
+                await asyncio.gather(asyncio.sleep(0), self._crash())
+        return await super().step(message, tool_calls)
+
+    async def _crash(self) -> None:
+        ctypes.string_at(0)
+
+
+class Prompting(Echo):
+    """Environment that sets the prompt."""
+
+    async def reset(self, row: dict[str, Any]) -> Any:
+        return [{"role": "user", "content": row["ground_truth"]}]
+
+
+class NoReset:
+    """Class without the methods of an environment."""
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: First number.
+        b: Second number.
+    """
+    return a + b
+
+
+async def wait(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: Time.
+    """
+    await asyncio.sleep(seconds)
+    return "waited"
+
+
+def block(seconds: float) -> str:
+    """Wait in a thread.
+
+    Args:
+        seconds: Time.
+    """
+    time.sleep(seconds)
+    return "blocked"
+
+
+def fail() -> None:
+    """Fail."""
+    raise RuntimeError("no luck")
+
+
+def undescribed(x):
+    return x

@@ -1,0 +1,71 @@
+"""Conversations with a tool on real parts: the example in miniature, and exactness of every token."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE, STDOUT
+
+import pytest
+
+from tests._support.ports import free_port
+from tests._support.repository import REPO
+from tests._support.waiting import PATIENCE_S
+
+EXACT = (
+    "trainer.total_training_steps=2",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "trainer.scheduler=sync",
+    "actor_rollout_ref.actor.optim.lr=1e-30",
+    "data.train_batch_size=32",
+    "actor_rollout_ref.teacher.backend=hf",
+    "actor_rollout_ref.teacher.num_microbatches=2",
+)
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    variables = os.environ | {"CALCULATOR_DIR": str(folder), "OMP_NUM_THREADS": "1"} | environment
+    with subprocess.Popen(command, cwd=REPO, env=variables, stdout=PIPE, stderr=STDOUT, text=True) as process:
+        try:
+            output, _ = process.communicate(timeout=2 * PATIENCE_S)
+        finally:
+            process.terminate()  # it ends what it has started
+    assert process.returncode == 0, output[-6000:]
+    return output
+
+
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_student_that_teaches_itself_has_no_loss_in_any_turn(tmp_path: Path) -> None:
+    """Rows of the teacher, log-probabilities of the engine and logits of the actor belong to the same tokens."""
+    models = [sys.executable, "examples/calculator/models.py", str(tmp_path)]
+    run([*models, "--teacher-steps", "1", "--student-steps", "150"], tmp_path)
+    teacher = f"actor_rollout_ref.teacher.model_path={tmp_path}/student"
+    command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-path", "examples/calculator"]
+    run([*command, "--config-name", "calculator", *EXACT, teacher], tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    for metrics in lines:
+        assert metrics["conversation/turns_mean"] > 1.2 and metrics["conversation/failures"] == 0
+        assert 0.5 < metrics["conversation/sampled_share"] < 1
+        assert abs(metrics["actor/kl_loss"]) < 1e-5
+        assert metrics["actor/rollout_probs_diff_max"] < 1e-4
+        assert metrics["actor/n_tokens"] == pytest.approx(32 * metrics["response_seq_len/average"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * PATIENCE_S)
+def test_student_learns_to_call_the_calculator(tmp_path: Path) -> None:
+    ports = {"PROXY_FRONTEND_PORT": str(free_port()), "PROXY_BACKEND_PORT": str(free_port())}
+    command = ["bash", "launch/example_calculator.sh", "trainer.total_training_steps=80", "trainer.test_freq=80"]
+    output = run(command, tmp_path, **ports)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    found = [line["val/calculator/compute_score"] for line in lines if "val/calculator/compute_score" in line]
+    assert found[0] < 0.1 and found[-1] > 0.9, output[-3000:]
+    responses = (tmp_path / "run/validation/step_80.jsonl").read_text().splitlines()
+    messages = json.loads(responses[0])["conversation"]["messages"]
+    assert [message["role"] for message in messages] == ["assistant", "tool", "assistant"]
