@@ -98,7 +98,7 @@ class TrainingPlan:
     fresh: Progress
     stop_token_ids: Sequence[int]
     n_tokens: int
-    conversations: ConversationStage | None
+    conversations: ConversationStage | None = None
 
     @property
     def progress(self) -> Progress:

@@ -44,7 +44,7 @@ class UnigramTeacher:
         ids_K = np.argsort(-logps_V)[: self.k].astype(np.int32)
         scored = []
         for sequence in sequences:
-            response_T = sequence.token_ids[sequence.prompt_len :]
+            response_T = sequence.scored_ids_T
             rows = (len(response_T), 1)
             topk_TK = np.tile(logps_V[ids_K].astype(np.float32), rows)
             scored.append(ScoredSequence(topk_TK, np.tile(ids_K, rows), logps_V[response_T].astype(np.float32)))

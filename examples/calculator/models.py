@@ -4,8 +4,8 @@ Usage::
 
     python examples/calculator/models.py OUT [--seed 0] [--teacher-steps 500] [--student-steps 60]
 
-The output is ``OUT/{train,held_out}.parquet``, ``OUT/teacher``, ``OUT/student`` and ``OUT/models.json``. It takes one to
-two minutes on two cores.
+The output is ``OUT/{train,held_out}.parquet``, ``OUT/teacher``, ``OUT/student`` and ``OUT/models.json``. It takes one
+to two minutes on two cores.
 """
 
 from __future__ import annotations

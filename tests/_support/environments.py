@@ -44,9 +44,9 @@ class Faulty(Echo):
             case "returns":
                 return {"role": "assistant", "content": 3}
             case "waits":
-                await asyncio.sleep(1000)
+                await asyncio.sleep(3600)
             case "blocks":
-                time.sleep(1000)
+                time.sleep(3600)
             case "exits":
                 os._exit(3)
             case "crashes":

@@ -13,12 +13,12 @@ import numpy as np
 from recipe_gkd.commands.doctor.data_checks import MAX_ROWS
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.config import Config
-from recipe_gkd.config.conditions import needs_rewards, trains_on_rewards
+from recipe_gkd.config.conditions import has_conversations, needs_rewards, trains_on_rewards
 from recipe_gkd.config.keys import TRAIN_FILES, VAL_FILES
 from recipe_gkd.config.reward_functions import reward_functions
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
-from recipe_gkd.data.samples import Response
+from recipe_gkd.data.samples import Response, Transcript
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
 from teacher.common.display_text import shorten
@@ -78,6 +78,12 @@ def _call(
     response = Response(
         uid=0, ids=ids_T, logprobs=zeros_T, finish_reason="stop", weights_version=0, versions_T=zeros_T.astype(np.int32)
     )
+    if has_conversations(config):
+        text = tokenizer.decode(ids_T.tolist())
+        transcript = Transcript(
+            messages=[{"role": "assistant", "content": text}], n_turns=1, end="stop", rewards=(0.0,)
+        )
+        response = replace(response, transcript=transcript)
     section = replace(config.custom_reward_function, num_workers=1, on_failure="fail")
     skip = section.skip_special_tokens
     items = RewardItems(data, config.data, tokenizer, truth_use=truth_use, skip_special_tokens=skip)

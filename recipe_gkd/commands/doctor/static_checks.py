@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from recipe_gkd.commands.doctor.data_checks import data_findings, read_data_sets
+from recipe_gkd.commands.doctor.environment_checks import environment_findings
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.commands.doctor.machine_checks import (
     device_findings,
@@ -52,6 +53,7 @@ def static_findings(config: Config) -> Iterator[Finding]:
         yield Finding("chat template", "skipped", "the student's tokenizer cannot be loaded")
         yield Finding("teacher", "skipped", "teachers are compared with the student, which cannot be loaded")
         return
+    yield from environment_findings(config, data_sets, student.tokenizer)
     truth_use, found = reward_findings(config)
     yield from found
     if [finding.severity for finding in found] == ["ok"]:

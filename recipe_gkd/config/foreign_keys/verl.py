@@ -62,13 +62,14 @@ VERL = Project(
             f"{ROLLOUT}.multi_turn.tool_config_path",
             f"{ROLLOUT}.multi_turn.interaction_config_path",
             f"{ROLLOUT}.agent.custom_async_server.*",
-            advice="remove it: each response is one turn",
+            advice="`rollout.tools` (functions) or `rollout.environment` (a class); see docs/conversations.md",
             fixed=("false",),
         ),
         other(
             f"{ROLLOUT}.multi_turn.*",
             f"{ROLLOUT}.agent.*",
-            advice="remove it: each response is one turn, and no agent loop runs",
+            advice="keys of section `rollout`, such as `rollout.max_turns`, `rollout.tool_parser` and "
+            "`rollout.max_tool_response_length`",
             fixed=ANY,
         ),
         same(f"{ROLLOUT}.engine_kwargs.vllm.async_scheduling", key=f"{ROLLOUT}.async_scheduling"),

@@ -142,7 +142,7 @@ class TestLimits:
         async def send(batch: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
             for request in batch:
                 if request.number:
-                    await asyncio.sleep(1000)
+                    await asyncio.sleep(3600)
                 yield [turn_of(request, "1")]
 
         found, _ = run([*ECHO, "rollout.conversation_timeout_s=1"], send, "a")
@@ -242,7 +242,7 @@ class TestDeaths:
 
             async def send(batch: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
                 yield [turn_of(request, "0") for request in batch if not request.prompt.uid]
-                await asyncio.sleep(1000)
+                await asyncio.sleep(3600)
 
             batch = Batch(data=data, replica=0, step=0)
             async with aclosing(stage.generate(batch, prompts_of(data), send)) as stream:
