@@ -81,7 +81,8 @@ class RewardContext:
     async def _compute_rewards(
         items: RewardItems, scorer: RewardScorer, group: Sequence[tuple[Prompt, Response]]
     ) -> dict[int, Reward]:
-        sampled = [pair for pair in group if pair[0].reference_ids is None]  # reference responses get no reward
+        # Reference responses, and conversations that are not trained on, get no reward.
+        sampled = [pair for pair in group if pair[0].reference_ids is None and not pair[1].is_left_out]
         described = await in_thread(lambda: [items.build_item(prompt, response) for prompt, response in sampled])
         rewards = zip([item.uid for item in described], await scorer.score(described), strict=True)
         return {uid: reward for uid, reward in rewards if reward is not None}

@@ -72,7 +72,8 @@ class EnvironmentProcess:
         self._settings, self.n_open, self.has_ended = settings, 0, False
         self._marks = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._marks.truncate(_KEY_BYTES * (1 + MAX_THREADS))
-        self._keys = memoryview(mmap.mmap(self._marks.fileno(), 0)).cast("q")
+        self._map = mmap.mmap(self._marks.fileno(), 0)
+        self._keys = memoryview(self._map).cast("q")
         for slot in range(len(self._keys)):
             self._keys[slot] = -1
         self._process = UserProcess(Path(__file__).with_name("child.py"), [self._marks.fileno()])
@@ -187,6 +188,8 @@ class EnvironmentProcess:
             self.has_ended = True
             end = await in_thread(lambda: self._process.end(self._settings.timeout_s, is_late=is_late))
             self._lost = self._lost or EnvironmentLost(end, suspects)
+            if self._connection is not None and self._connection.done():
+                self._connection.result().close()
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(self._lost)
@@ -200,4 +203,6 @@ class EnvironmentProcess:
         if self._reading is not None and not self._reading.get_loop().is_closed():
             self._reading.cancel()
         self._process.close()
+        self._keys.release()
+        self._map.close()
         self._marks.close()

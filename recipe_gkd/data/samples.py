@@ -131,6 +131,11 @@ class Response:
     prompt_ids: np.ndarray | None = None
 
     @property
+    def is_left_out(self) -> bool:
+        """True for a failed conversation that is not trained on (``rollout.on_environment_failure=skip``)."""
+        return self.transcript is not None and bool(self.transcript.failure) and not len(self.ids)
+
+    @property
     def last_turn_ids(self) -> np.ndarray:
         """Token ids of the last turn, int32."""
         first = 0 if self.inserted is None or not len(self.inserted.before_N) else int(self.inserted.before_N[-1])

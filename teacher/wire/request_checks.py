@@ -92,7 +92,7 @@ def _check_ranges(i: int, sequence: TeacherSequence) -> None:
         raise TeacherRequestError(
             f"scored_ranges must be a numpy int32 array [R, 2], got {got}", sequence=i, argument="scored_ranges"
         )
-    bounds = ranges_R2.ravel()
+    bounds = ranges_R2.astype(np.int64).ravel()  # differences of hostile values would overflow int32
     first, end = sequence.prompt_len, len(sequence.token_ids)
     are_ordered = len(bounds) and first <= bounds[0] and bounds[-1] <= end and bool((np.diff(bounds) >= 0).all())
     if not are_ordered or not (ranges_R2[:, 0] < ranges_R2[:, 1]).all():

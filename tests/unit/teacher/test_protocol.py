@@ -134,6 +134,7 @@ class TestScoredRanges:
             np.array([[4, 4]], np.int32),
             np.array([[5, 6], [3, 4]], np.int32),
             np.array([[3, 6], [5, 7]], np.int32),
+            np.array([[3, 2147483647], [-2147483000, 6]], np.int32),
             np.array([3, 6], np.int32),
             np.array([[3.0, 6.0]]),
             np.array([[3, 6]], np.int64),
