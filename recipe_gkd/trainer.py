@@ -26,7 +26,7 @@ from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptLoader
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import CheckpointError, GkdError, RewardError, WeightSyncError
+from recipe_gkd.errors import CheckpointError, ConversationError, GkdError, RewardError, WeightSyncError
 from recipe_gkd.hybrid import open_devices
 from recipe_gkd.hybrid.sync_probe import mismatch_guard
 from recipe_gkd.metrics.conversations import conversation_metrics
@@ -310,9 +310,12 @@ class Trainer:
     async def _ends_run(self, error: Exception) -> bool:
         """Return True for an error of a validation that ends the run.
 
-        These are failures of what the training needs too, and of a reward function whose failures end the run.
+        These are failures of what the training needs too, and of a reward function or an environment whose failures end
+        the run.
         """
-        return isinstance(error, WeightSyncError | RewardError) or await self.cluster.actor_is_lost(error)
+        return isinstance(error, WeightSyncError | RewardError | ConversationError) or await self.cluster.actor_is_lost(
+            error
+        )
 
     async def _save_if_due(self, pipeline: Pipeline, batch: ReadyBatch) -> None:
         """Save a checkpoint if one is due. Otherwise complete the pending background save if it is written."""

@@ -28,7 +28,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +46,7 @@ from recipe_gkd.data.samples import Prompt, Response, Reward
 from recipe_gkd.data.tools import Tools
 from recipe_gkd.data.values import is_list_of_objects
 from recipe_gkd.errors import ConfigError, DataError
+from recipe_gkd.metrics.conversations import validation_metrics
 from recipe_gkd.metrics.repetition import LOOPING, REPETITION, repetition_metrics
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.rewards.items import CONVERSATION, TruthUse, conversation_fields, decode_for_people
@@ -72,6 +73,12 @@ DEFAULT_SOURCE = "data"
 WRITE_TIMEOUT_S = 60.0
 """Deadline of the file of a validation's responses. A disk that takes longer does not hold up the training."""
 CLOSE_TIMEOUT_S = 5.0
+ENDS = {
+    "length": "truncated",
+    "turns": "ended by rollout.max_turns",
+    "time": "ended by rollout.conversation_timeout_s",
+    "failure": "failed",
+}
 LOGGED_CHARS = 200
 """Maximum number of characters of each text in the log. The file contains the whole text."""
 
@@ -176,8 +183,11 @@ class Validation:
             )
 
     def pairs(self, responses: Sequence[Response]) -> list[tuple[Prompt, Response]]:
-        """Return the prompts with their responses."""
-        return list(zip(self.prompts, responses, strict=True))
+        """Return the prompts with their responses. An environment may have replaced a prompt."""
+        return [
+            (prompt if response.prompt_ids is None else replace(prompt, ids=response.prompt_ids), response)
+            for prompt, response in zip(self.prompts, responses, strict=True)
+        ]
 
     async def report(
         self,
@@ -204,6 +214,7 @@ class Validation:
         if self._n_logged:
             log.info("validation after step %d: %s", step, table_of(scored, self._n_logged, path))
         metrics = await in_thread(self._metrics, scored)
+        metrics |= validation_metrics(responses)
         return metrics | (kl.metrics(self._sources.repeat(self.n)) if kl is not None else {})
 
     async def close(self) -> None:
@@ -293,8 +304,16 @@ class ScoredResponse:
 
     @property
     def is_truncated(self) -> bool:
-        """True if the response was truncated at ``data.max_response_length``."""
+        """True if a limit ended the response, such as ``data.max_response_length``."""
         return self.response.finish_reason == "length"
+
+    @property
+    def mark(self) -> str:
+        """Mark of a response that a limit, or a failure of its environment, has ended."""
+        transcript = self.response.transcript
+        if transcript is None or not self.is_truncated:
+            return " (truncated)" if self.is_truncated else ""
+        return f" ({ENDS[transcript.end]})"
 
 
 def read_validation(
@@ -349,7 +368,7 @@ def table_of(scored: Sequence[ScoredResponse], n: int, path: Path) -> str:
         lines += [
             f"  {make_visible(one.data_source)}, row {one.prompt.row}",
             f"    prompt        {_excerpt(one.item.prompt)}",
-            f"    response      {_excerpt(one.shown)}{' (truncated)' if one.is_truncated else ''}",
+            f"    response      {_excerpt(one.shown)}{one.mark}",
         ]
         if one.item.ground_truth is not None:
             lines.append(f"    ground truth  {_excerpt(one.item.ground_truth)}")

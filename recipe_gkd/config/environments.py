@@ -90,6 +90,12 @@ def conversation_problems(config: Config) -> Iterator[ConfigError]:
             remedy=f"call the functions in its step(), and list them in its attribute tools; or set {ENVIRONMENT}=null",
             keys=(ENVIRONMENT, TOOLS),
         )
+    for key, specs in ((ENVIRONMENT, [rollout.environment]), (TOOLS, rollout.tools)):
+        for spec in filter(None, specs):
+            try:
+                split_spec(spec, key=key)
+            except ConfigError as error:
+                yield error
     if rollout.tools and rollout.tool_parser is None:
         yield ConfigError(
             f"{TOOLS}={list(rollout.tools)} without {PARSER}: the model's calls cannot be found in its text",

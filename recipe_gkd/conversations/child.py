@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import faulthandler
 import importlib.util
 import inspect
 import json
+import math
 import mmap
+import os
 import queue
 import socket
 import sys
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +33,7 @@ from typing import Any
 MESSAGE_ROLES = ("system", "user", "tool")
 STEP_FIELDS = ("messages", "done", "reward", "info")
 NO_KEY = -1
+HEARTBEAT_S = 0.5
 
 
 def load_file(path: str) -> ModuleType:
@@ -164,12 +170,14 @@ class ToolEnvironment:
 
     async def _result(self, name: str, call: Callable[[], Any], function: Callable[..., Any]) -> tuple[str, bool]:
         try:
-            result = await self._worker.within_deadline(self._worker.call(call, is_async=_is_async(function)))
+            result = await self._worker.call(call, is_async=_is_async(function))
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str), False
         except CallFailed as failure:
             last_line = (failure.fields["trace"].splitlines() or [failure.fields["reason"]])[-1]
             reason = last_line if failure.fields["kind"] == "exception" else failure.fields["reason"]
-            return f"error: {name}: {reason}", True
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str), False
+        except Exception as error:  # noqa: BLE001 - a result may raise anything when it is read
+            reason = f"its result cannot become text: {type(error).__name__}: {error}"
+        return f"error: {name}: {reason}", True
 
 
 class Worker:
@@ -178,7 +186,9 @@ class Worker:
     def __init__(self, settings: dict[str, Any], marks: Marks, stacks: int) -> None:
         self._settings, self._marks, self._stacks = settings, marks, stacks
         self._threads = ThreadPoolExecutor(marks.n_threads, "environment")
+        self._free_threads, self._n_late = asyncio.Semaphore(marks.n_threads), 0
         self._environments: dict[int, Any] = {}
+        self._calls: defaultdict[int, set[asyncio.Task[None]]] = defaultdict(set)
         self.loaded = self._load()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -187,78 +197,110 @@ class Worker:
         loop.set_task_factory(lambda loop, coroutine, **options: asyncio.Task(
             MarkedCoroutine(coroutine, self._marks), loop=loop, **options
         ))  # fmt: skip
-        watch = loop.create_task(user_child.watch_loop(self._settings["timeout_s"], self._stacks))
-        open_calls: set[asyncio.Task[None]] = set()
+        others = [
+            loop.create_task(user_child.watch_loop(self._settings["timeout_s"], self._stacks)),
+            loop.create_task(_send_heartbeats(writer)),
+        ]
         try:
             while True:
                 call = await framing.receive(reader)
                 context = contextvars.copy_context()
                 context.run(CURRENT.set, call["key"])
                 task = loop.create_task(self._answer(call, writer), context=context)
-                open_calls.add(task)
-                task.add_done_callback(open_calls.discard)
+                self._calls[call["key"]].add(task)
+                task.add_done_callback(self._calls[call["key"]].discard)
         finally:
-            watch.cancel()
+            for other in others:
+                other.cancel()
 
     async def _answer(self, call: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         try:
-            reply = {"id": call["id"], "result": await self._run(call["method"], call["key"], call["arguments"])}
+            result = await self._run(call["method"], call["key"], call["arguments"])
+            content = framing.pack({"id": call["id"], "result": result})
         except CallFailed as failure:
-            reply = {"id": call["id"], "failure": failure.fields}
-        try:
-            content = framing.pack(reply)
-        except Exception as error:  # noqa: BLE001 - pickle has no common error
-            unsendable = CallFailed("result", f"its result cannot be sent: {type(error).__name__}: {error}")
-            content = framing.pack({"id": call["id"], "failure": unsendable.fields})
+            content = framing.pack({"id": call["id"], "failure": failure.fields})
+        except asyncio.CancelledError:
+            closed = CallFailed("exception", "its conversation was closed")
+            writer.write(framing.pack({"id": call["id"], "failure": closed.fields}))
+            raise
+        except Exception as error:  # noqa: BLE001 - a result of the user's code may raise anything when it is read
+            invalid = CallFailed("result", "its result cannot be used", user_child.user_trace(error))
+            content = framing.pack({"id": call["id"], "failure": invalid.fields})
         writer.write(content)
 
     async def _run(self, method: str, key: int, arguments: Sequence[Any]) -> Any:
         if method == "close":
-            environment = self._environments.pop(key, None)
-            close = getattr(environment, "close", None)
-            return None if close is None else await self.within_deadline(self._call_method(close))
+            return await self._close(key)
         if method == "reset":
-            self._environments[key] = await self.within_deadline(self.call(self.loaded.create))
-            return as_messages(await self._call_within(key, "reset", arguments), "reset")
-        return as_step(await self._call_within(key, "step", arguments))
+            self._environments[key] = await self.call(self.loaded.create)
+            return as_messages(await self._call_method(key, "reset", arguments), "reset")
+        return as_step(await self._call_method(key, "step", arguments))
 
-    async def _call_within(self, key: int, method: str, arguments: Sequence[Any]) -> Any:
+    async def _close(self, key: int) -> None:
+        """End the calls of a conversation, then its environment."""
+        calls = self._calls.pop(key, set()) - {asyncio.current_task()}
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        close = getattr(self._environments.pop(key, None), "close", None)
+        if close is not None:
+            await self.call(close, is_async=_is_async(close))
+
+    async def _call_method(self, key: int, method: str, arguments: Sequence[Any]) -> Any:
         if key not in self._environments:
             raise CallFailed("exception", "it has no environment, because its reset failed")
-        function = getattr(self._environments[key], method)
-        work = self._call_method(function, *arguments)
-        # Each tool has its own deadline.
-        is_tool = isinstance(self._environments[key], ToolEnvironment)
-        return await (work if is_tool else self.within_deadline(work))
-
-    def _call_method(self, function: Callable[..., Any], *arguments: Any) -> Coroutine[Any, Any, Any]:
-        return self.call(partial(function, *arguments), is_async=_is_async(function))
+        environment = self._environments[key]
+        function = getattr(environment, method)
+        if isinstance(environment, ToolEnvironment):  # each tool has its own deadline
+            return await function(*arguments)
+        return await self.call(partial(function, *arguments), is_async=_is_async(function))
 
     async def call(self, function: Callable[[], Any], *, is_async: bool = False) -> Any:
-        """Return the result of a function of the user. A plain function runs in a thread."""
+        """Return the result of a function of the user. A plain function runs in a thread.
+
+        Raises:
+            CallFailed: It raised, or took longer than its deadline.
+        """
+        if is_async:
+            return await self._within_deadline(function())
+        await self._free_threads.acquire()  # the deadline begins when a thread is free
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+        running = self._threads.submit(context.run, self._marks.run_marked, function)
+        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free_threads.release))
         try:
-            if is_async:
-                return await function()
-            context = contextvars.copy_context()
-            marked = partial(context.run, self._marks.run_marked, function)
-            return await asyncio.get_running_loop().run_in_executor(self._threads, marked)
+            return await self._within_deadline(asyncio.wrap_future(running))
         except CallFailed:
+            if not running.done():
+                self._count_late(running)
             raise
+
+    def _count_late(self, running: Future[Any]) -> None:
+        """Count a thread that cannot be stopped. Write the stacks and exit if it is one of too many."""
+
+        def end() -> None:
+            self._n_late -= 1
+
+        self._n_late += 1
+        loop = asyncio.get_running_loop()
+        running.add_done_callback(lambda _: loop.call_soon_threadsafe(end))
+        if 2 * self._n_late > self._marks.n_threads:
+            os.write(self._stacks, f"Timeout: {self._n_late} calls are late and still run\n".encode())
+            faulthandler.dump_traceback(self._stacks)
+            os._exit(1)
+
+    async def _within_deadline(self, work: Awaitable[Any]) -> Any:
+        timeout_s = self._settings["timeout_s"]
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                return await work
         except BaseException as error:  # the user's code may raise anything
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
+            if isinstance(error, TimeoutError) and deadline.expired():
+                trace = user_child.user_trace(error.__cause__ or error)
+                raise CallFailed("timeout", f"it took longer than {timeout_s:g} s", trace) from error
             raise CallFailed("exception", "it raised", user_child.user_trace(error)) from error
-
-    async def within_deadline(self, work: Awaitable[Any]) -> Any:
-        """Await a call of the user's code until its deadline."""
-        timeout_s = self._settings["timeout_s"]
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await work
-        except TimeoutError as error:
-            trace = user_child.user_trace(error.__cause__ or error)
-            raise CallFailed("timeout", f"it took longer than {timeout_s:g} s", trace) from error
 
     def _load(self) -> Loaded:
         """Import the user's files.
@@ -272,6 +314,8 @@ class Worker:
             for method in ("reset", "step"):
                 if not callable(getattr(environment, method, None)):
                     raise CallFailed("0", f"its {spec['name']} has no method {method}")
+            if (problem := _bind_problem(environment, settings["kwargs"])) is not None:
+                raise CallFailed("0", f"rollout.environment_kwargs={settings['kwargs']} does not fit it: {problem}")
             create = partial(environment, **settings["kwargs"])
             tools = [self._schema(tool, 0) for tool in getattr(environment, "tools", None) or []]
             return Loaded(create, tools)
@@ -310,7 +354,7 @@ class Worker:
 
 
 def as_messages(value: object, method: str) -> list[dict[str, Any]] | None:
-    """Return messages of the user's code, None for none.
+    """Return messages of the user's code as JSON has them, None for none.
 
     Raises:
         CallFailed: They are no messages.
@@ -326,7 +370,8 @@ def as_messages(value: object, method: str) -> list[dict[str, Any]] | None:
                 f"{method} returned {message!r:.200}, expected messages {{'role': ..., 'content': text}} with a role "
                 f"such as {', '.join(MESSAGE_ROLES)}",
             )
-    return messages
+    found: list[dict[str, Any]] = json.loads(json.dumps(messages, default=str))
+    return found
 
 
 def as_step(value: object) -> dict[str, Any]:
@@ -345,22 +390,35 @@ def as_step(value: object) -> dict[str, Any]:
     messages = as_messages(fields.get("messages"), "step")
     if messages and any(message["role"] == "assistant" for message in messages):
         raise CallFailed("result", "step returned a message of the role assistant, whose messages the student writes")
-    reward = fields.get("reward")
-    if reward is not None:
-        try:
-            reward = float(reward)
-        except (TypeError, ValueError):
-            raise CallFailed("result", f"step returned the reward {reward!r:.100}, expected a number") from None
-    info = fields.get("info") or {}
+    reward, info = fields.get("reward"), fields.get("info") or {}
+    if reward is not None and (reward := finite(reward)) is None:
+        raise CallFailed("result", f"step returned the reward {fields['reward']!r:.100}, expected a finite number")
     if not isinstance(info, dict):
         raise CallFailed("result", f"step returned the info {info!r:.100}, expected a dict")
+    numbers = {str(name): finite(each) for name, each in info.items()}
     return {
         "messages": messages or [],
         "done": bool(fields.get("done", not messages)),
         "reward": reward,
-        "info": info,
+        "info": {name: number for name, number in numbers.items() if number is not None},
         "tool_errors": tool_errors,
     }
+
+
+def finite(value: object) -> float | None:
+    """Return a finite number as float, None for anything else."""
+    try:
+        number = float(value) if isinstance(value, Real) or hasattr(value, "__float__") else math.nan
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+async def _send_heartbeats(writer: asyncio.StreamWriter) -> None:
+    """Show the driver that the event loop runs."""
+    while True:
+        writer.write(framing.pack({"id": NO_KEY}))
+        await asyncio.sleep(HEARTBEAT_S)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -369,7 +427,11 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 def _bind_problem(function: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
     try:
-        inspect.signature(function).bind(**arguments)
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions that are written in C have no signature
+        return None
+    try:
+        signature.bind(**arguments)
     except TypeError as error:
         return str(error)
     return None

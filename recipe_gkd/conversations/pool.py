@@ -78,10 +78,14 @@ class EnvironmentPool:
         """Replace a process that has ended. Callers at the same time wait for the same one."""
         if number not in self._restarts:
             self.n_ended += 1
-            restart = asyncio.ensure_future(in_thread(self._replace, number))
+            restart = asyncio.ensure_future(self._restarted(number))
             self._restarts[number] = restart
             restart.add_done_callback(lambda _: self._restarts.pop(number, None))
         await asyncio.shield(self._restarts[number])
+
+    async def _restarted(self, number: int) -> None:
+        await self._processes[number].lost()  # its calls have received the reason
+        await in_thread(self._replace, number)
 
     def _replace(self, number: int) -> None:
         process = EnvironmentProcess(self._settings)

@@ -14,6 +14,7 @@ from typing import Any
 
 from recipe_gkd.config.environments import EnvironmentSettings
 from recipe_gkd.conversations import framing
+from recipe_gkd.data.values import replace_surrogates
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.runtime.user_process import KILL_MARGIN_S, LOAD_TIMEOUT_S, ProcessEnd, UserProcess
 
@@ -80,8 +81,9 @@ class EnvironmentProcess:
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
         self._connection: asyncio.Future[asyncio.StreamWriter] | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._lost: EnvironmentLost | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._heard_at = 0.0
+        self._ending: asyncio.Future[EnvironmentLost] | None = None
         values = {
             "environment": settings.environment,
             "kwargs": settings.kwargs,
@@ -140,26 +142,24 @@ class EnvironmentProcess:
             CallError: The user's code failed, or did not return in time.
             EnvironmentLost: The process has ended.
         """
-        if self._lost is not None:
-            raise self._lost
+        if self._ending is not None:
+            raise await self.lost()
         writer = await self._connected()
-        number, loop = next(self._numbers), asyncio.get_running_loop()
-        self._replies[number] = reply = loop.create_future()
+        number = next(self._numbers)
+        self._replies[number] = reply = asyncio.get_running_loop().create_future()
         try:
             writer.write(framing.pack({"id": number, "method": method, "key": key, "arguments": arguments}))
-            # The process itself ends a call at its deadline. `reset` has two: of the constructor, and of the method.
-            timeout_s = self._settings.timeout_s * (2 if method == "reset" else 1) + KILL_MARGIN_S
-            async with asyncio.timeout(timeout_s):
-                message = await reply
-        except TimeoutError:
-            await self._end(is_late=True)
-            assert self._lost is not None
-            raise self._lost from None
+            message = await reply  # the process ends a call at its deadline, and `_watch` a silent process
         finally:
             self._replies.pop(number, None)
         if (failure := message.get("failure")) is not None:
             raise CallError(**failure)
-        return message["result"]
+        return replace_surrogates(message["result"])
+
+    async def lost(self) -> EnvironmentLost:
+        """Return the reason of the end of the process, when it has ended."""
+        assert self._ending is not None
+        return await asyncio.shield(self._ending)
 
     async def _connected(self) -> asyncio.StreamWriter:
         """Return the connection, which the first call opens in its event loop. Calls at the same time share it."""
@@ -169,7 +169,8 @@ class EnvironmentProcess:
 
     async def _connect(self) -> asyncio.StreamWriter:
         reader, writer = await asyncio.open_connection(sock=self._process.socket)
-        self._reading = asyncio.ensure_future(self._read(reader))
+        self._heard_at = asyncio.get_running_loop().time()
+        self._tasks = [asyncio.ensure_future(self._read(reader)), asyncio.ensure_future(self._watch())]
         return writer
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -177,31 +178,44 @@ class EnvironmentProcess:
         with suppress(EOFError, OSError):
             while True:
                 message = await framing.receive(reader)
+                self._heard_at = asyncio.get_running_loop().time()
                 if (reply := self._replies.get(message["id"])) is not None and not reply.done():
                     reply.set_result(message)
-        await self._end(is_late=False)
+        self._end(is_late=False)
 
-    async def _end(self, *, is_late: bool) -> None:
-        """End the process, and all its calls."""
-        if self._lost is None:
+    async def _watch(self) -> None:
+        """End the process if it sends nothing for longer than a call may take."""
+        loop, limit_s = asyncio.get_running_loop(), self._settings.timeout_s + KILL_MARGIN_S
+        while (left_s := self._heard_at + limit_s - loop.time()) > 0:
+            await asyncio.sleep(left_s)
+        self._end(is_late=True)
+
+    def _end(self, *, is_late: bool) -> None:
+        """End the process and all its calls. Only the first call has an effect."""
+        if self._ending is None:
             suspects = frozenset(key for key in self._keys.tolist() if key >= 0)  # before other code is executed
             self.has_ended = True
-            end = await in_thread(lambda: self._process.end(self._settings.timeout_s, is_late=is_late))
-            self._lost = self._lost or EnvironmentLost(end, suspects)
-            if self._connection is not None and self._connection.done():
-                self._connection.result().close()
+            self._ending = asyncio.ensure_future(self._finish(suspects, is_late=is_late))
+
+    async def _finish(self, suspects: frozenset[int], *, is_late: bool) -> EnvironmentLost:
+        end = await in_thread(lambda: self._process.end(self._settings.timeout_s, is_late=is_late))
+        if self._connection is not None and self._connection.done():
+            self._connection.result().transport.abort()
+        lost = EnvironmentLost(end, suspects)
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_exception(self._lost)
+                reply.set_exception(lost)
+        return lost
 
     def kill(self) -> None:
         """Kill the process and all processes that it has started."""
         self._process.kill()
 
     def close(self) -> None:
-        """Kill the process and release its files."""
-        if self._reading is not None and not self._reading.get_loop().is_closed():
-            self._reading.cancel()
+        """Kill the process and release its files. After :meth:`lost`, or when no call waits."""
+        for task in self._tasks:
+            if not (loop := task.get_loop()).is_closed():
+                loop.call_soon_threadsafe(task.cancel)
         self._process.close()
         self._keys.release()
         self._map.close()

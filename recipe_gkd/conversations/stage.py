@@ -89,6 +89,8 @@ class _OpenBatch:
         ended: Responses that were not yielded, and errors.
         tasks: Task of each conversation, by uid.
         has_pending: Set while there are pending requests.
+        n_outside: Number of conversations that wait for their environments.
+        is_parked: True after the death of the replica, until the next call.
     """
 
     pending: list[TurnRequest] = field(default_factory=list)
@@ -97,6 +99,8 @@ class _OpenBatch:
     ended: asyncio.Queue[Response | BaseException] = field(default_factory=asyncio.Queue)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     has_pending: asyncio.Event = field(default_factory=asyncio.Event)
+    n_outside: int = 0
+    is_parked: bool = False
 
     async def turn(self, request: TurnRequest) -> Turn:
         """Return the next turn of a conversation, also from another replica than the first one."""
@@ -129,10 +133,22 @@ class _OpenBatch:
         if (waiting := self.turns.get(uid)) is not None and not waiting.done():
             waiting.set_result(turn)
 
-    def park(self) -> None:
-        """Send the unanswered requests again in the next call."""
+    def park(self) -> int:
+        """Keep the conversations for the next call, which sends the unanswered requests again.
+
+        Returns:
+            Number of conversations that wait for their environments. The schedule does not count parked ones.
+        """
         unanswered, self.sent = list(self.sent.values()), {}
         self.add(unanswered)
+        self.is_parked = True
+        return self.n_outside
+
+    def continue_(self) -> int:
+        """End :meth:`park`, and return the number of conversations that the schedule must count again."""
+        n_parked = self.n_outside if self.is_parked else 0
+        self.is_parked = False
+        return n_parked
 
 
 class ConversationStage:
@@ -154,7 +170,7 @@ class ConversationStage:
         self._settings, self._data, self._pool = config.rollout, config.data, pool
         self._tokenizer = tokenizer
         self.on_outside: Callable[[int], None] = lambda _: None
-        self.failures = 0
+        self.failures, self._has_reported_tool = 0, False
         self._open: dict[tuple[str, int, int], _OpenBatch] = {}
         self._keys = itertools.count()
 
@@ -174,6 +190,8 @@ class ConversationStage:
             GkdError: Generation failed in another way.
         """
         opened = self._open.setdefault(batch.key, _OpenBatch())
+        if n_outside := opened.continue_():
+            self.on_outside(n_outside)
         sender = asyncio.ensure_future(self._send(opened, send))
         sender.add_done_callback(lambda ended: None if ended.cancelled() else _report(ended, opened))
         is_parked = False
@@ -190,17 +208,19 @@ class ConversationStage:
                 n_left -= len(responses)
                 if responses:
                     yield responses
-                for each in found:
-                    if isinstance(each, BaseException):
-                        raise each
+                errors = [each for each in found if isinstance(each, BaseException)]
+                if errors:  # after a death alone, the conversations continue
+                    raise next((each for each in errors if not isinstance(each, WorkerDied)), errors[0])
         except WorkerDied:
             is_parked = True
             raise
         finally:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
-            opened.park()
-            if not is_parked:
+            if is_parked:
+                if n_outside := opened.park():
+                    self.on_outside(-n_outside)
+            else:
                 await self._drop(batch.key)
 
     async def close(self) -> None:
@@ -272,14 +292,28 @@ class ConversationStage:
         )  # fmt: skip
         return attempt.response("failure", failure=failure.what, keeps_turns=mode == "truncate")
 
+    def report_tool_errors(self, result: dict[str, Any]) -> None:
+        """Log the first call of a tool that failed. The student may have caused it."""
+        if result["tool_errors"] and not self._has_reported_tool:
+            self._has_reported_tool = True
+            texts = [message["content"] for message in result["messages"] if message["content"].startswith("error: ")]
+            log.warning(
+                "a tool call failed, which the student sees: %s; conversation/tool_errors counts them", texts[0]
+            )
+
     @contextmanager
-    def outside(self) -> Iterator[None]:
+    def outside(self, opened: _OpenBatch) -> Iterator[None]:
         """Count a conversation as one that does not use its replica."""
-        self.on_outside(1)
+        self._count_outside(opened, 1)
         try:
             yield
         finally:
-            self.on_outside(-1)
+            self._count_outside(opened, -1)
+
+    def _count_outside(self, opened: _OpenBatch, n: int) -> None:
+        opened.n_outside += n
+        if not opened.is_parked:
+            self.on_outside(n)
 
     def first_prompt(self, batch: Batch, prompt: Prompt, row: Row, messages: list[Message] | None) -> Prompt:
         """Return the prompt of a conversation.
@@ -320,15 +354,8 @@ class ConversationStage:
                 found = [
                     message | {"content": cut(message["content"], self._tokenizer, limit, side)} for message in messages
                 ]
-            ids = template.between(
-                prompt,
-                turn.message,
-                found,
-                tools=row.tools,
-                end_id=int(turn.response.ids[-1]),
-                where=row.where,
-            )
-            return found, ids
+            end_id = int(turn.response.ids[-1])
+            return found, template.between(prompt, turn.message, found, tools=row.tools, end_id=end_id, where=row.where)
 
         return await in_thread(compute)
 
@@ -378,7 +405,7 @@ class _Attempt:
 
     async def _talk(self) -> ConversationEnd:
         state, row, (max_tokens, max_turns, _) = self._state, self._row, self._conversations.limits
-        with self._conversations.outside():
+        with self._conversations.outside(self._opened):
             self._session = await self._conversations._pool.open(self._key)
             messages = await self._session.reset(_values_of(row))
         self._messages = messages or self._messages
@@ -394,11 +421,12 @@ class _Attempt:
             state.n_tool_calls += len(calls)
             if turn.response.finish_reason != "stop":
                 return "length"
-            with self._conversations.outside():
+            with self._conversations.outside(self._opened):
                 result = await self._session.step(turn.message, calls)
                 state.n_tool_errors += result["tool_errors"]
+                self._conversations.report_tool_errors(result)
                 state.rewards += [] if result["reward"] is None else [result["reward"]]
-                state.numbers |= {name: float(each) for name, each in result["info"].items() if _is_number(each)}
+                state.numbers |= result["info"]
                 if result["done"] or number + 1 == max_turns:
                     state.messages += result["messages"]
                     return "stop" if result["done"] else "turns"
@@ -429,7 +457,7 @@ class _Attempt:
     def describe(self, error: Exception) -> ConversationError:
         """Return the error of the environment for the user."""
         uid, where, n_turns = self._original.uid, self._row.where, len(self._state.turns)
-        place = f"in the conversation of sample {uid} ({where}), after {n_turns} turns of the student"
+        place = f"in the conversation of sample {uid} ({where}), {f'after turn {n_turns}' if n_turns else 'in reset'}"
         if isinstance(error, EnvironmentLost):
             what, trace, kind = (
                 f"the environment failed {place}: it {error.end.reason}",
@@ -437,7 +465,8 @@ class _Attempt:
                 error.end.kind,
             )
         elif isinstance(error, CallError):
-            what, trace, kind = f"the environment failed {place}: {error.reason}", error.trace, error.kind
+            last = f": {error.trace.splitlines()[-1]}" if error.trace and error.kind == "exception" else ""
+            what, trace, kind = f"the environment failed {place}: {error.reason}{last}", error.trace, error.kind
         else:
             what, trace, kind = f"the messages of the environment cannot be used {place}: {error}", "", "result"
         return ConversationError(what, details=(trace,) if trace else (), uid=uid, kind=kind)
@@ -451,10 +480,6 @@ def _values_of(row: Row) -> dict[str, Any]:
         "data_source": row.data_source,
         "extra": row.extra,
     }
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and bool(np.isfinite(value))
 
 
 def _report(sender: asyncio.Future[None], opened: _OpenBatch) -> None:

@@ -53,7 +53,7 @@ def tokenize_prompt(
         if tools:
             raise DataError(
                 f"{where}: the prompt is plain text, which gets no chat template, so its tools cannot be described",
-                remedy="write it as a list of messages, or set data.tools_key=null",
+                remedy="write it as a list of messages, or set data.tools_key=null and rollout.tools=[]",
             )
         ids = tokenizer(prompt)["input_ids"]
         bos = tokenizer.bos_token_id

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recipe_gkd.data.samples import Sample, Transcript
+from recipe_gkd.data.samples import Response, Sample, Transcript
 from recipe_gkd.errors import ConversationError
 from recipe_gkd.rewards.reporting import mean_numbers
 
@@ -46,6 +46,18 @@ def conversation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if rewards:
         metrics["conversation/reward_mean"] = float(np.mean(rewards))
     return metrics | mean_numbers([found.numbers for found in transcripts], "environment/")
+
+
+def validation_metrics(responses: Sequence[Response]) -> dict[str, float]:
+    """Return the metrics of the conversations of a validation, over all data sources; empty without any."""
+    transcripts = [found for response in responses if (found := response.transcript) is not None]
+    if not transcripts:
+        return {}
+    return {
+        "val/conversation/turns_mean": _mean(transcripts, "n_turns"),
+        "val/conversation/tool_errors": float(sum(found.n_tool_errors for found in transcripts)),
+        "val/conversation/failures": float(sum(bool(found.failure) for found in transcripts)),
+    }
 
 
 def _mean(transcripts: Sequence[Transcript], name: str) -> float:

@@ -58,8 +58,9 @@ def _normalize(i: int, sequence: TeacherSequence) -> TeacherSequence:
     if support_ids_TJ is not None:
         support_ids_TJ = _as_support(i, support_ids_TJ)
     ranges_R2 = sequence.scored_ranges
-    if ranges_R2 is not None and np.issubdtype(ranges_R2.dtype, np.integer):
-        ranges_R2 = ranges_R2.astype(np.int32, copy=False)  # `check_sequences` refuses the others
+    if ranges_R2 is not None and ranges_R2.dtype != np.int32 and np.issubdtype(ranges_R2.dtype, np.integer):
+        # `check_sequences` refuses the others, and bounds outside of the sequence.
+        ranges_R2 = ranges_R2.clip(-1, _MAX_ID).astype(np.int32)
     is_normal = support_ids_TJ is sequence.support_ids_TJ and ranges_R2 is sequence.scored_ranges
     if token_ids.dtype == np.int32 and type(prompt_len) is int and is_normal:
         return sequence

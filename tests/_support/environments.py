@@ -43,6 +43,16 @@ class Faulty(Echo):
                 raise KeyError("the shop is closed")
             case "returns":
                 return {"role": "assistant", "content": 3}
+            case "class":
+                return {"messages": "0", "info": {"state": Echo()}}
+            case "huge":
+                return {"done": True, "reward": 10**400}
+            case "hostile":
+                return {"done": True, "reward": Hostile()}
+            case "numbers":
+                return {"done": True, "info": {"state": Echo(), "n": Half(), "huge": 10**400, "nan": float("nan")}}
+            case "surrogate":
+                return {"role": "user", "content": "\ud83d", "extra": Echo()}
             case "waits":
                 await asyncio.sleep(3600)
             case "blocks":
@@ -55,6 +65,28 @@ class Faulty(Echo):
 
     async def _crash(self) -> None:
         ctypes.string_at(0)
+
+
+class Half:
+    """Number of another type, such as those of numpy."""
+
+    def __float__(self) -> float:
+        return 0.5
+
+
+class Hostile:
+    """Object that cannot be shown."""
+
+    def __float__(self) -> float:
+        raise LookupError("no number")
+
+
+class Slow(Echo):
+    """Environment of plain functions that take a second."""
+
+    def step(self, message: dict[str, Any], tool_calls: list[Any]) -> Any:  # type: ignore[override]
+        time.sleep(1)
+        return {"role": "user", "content": "1"}
 
 
 class Prompting(Echo):
@@ -101,6 +133,11 @@ def block(seconds: float) -> str:
 def fail() -> None:
     """Fail."""
     raise RuntimeError("no luck")
+
+
+def unreadable() -> dict[object, object]:
+    """Return something that is no JSON."""
+    return {(1, 2): "x"}
 
 
 def undescribed(x):

@@ -145,7 +145,10 @@ FAILURE_ENDS_RUN = UnusedWhen(
     "skip",
 )
 NO_CONVERSATIONS = UnusedWhen(
-    lambda config: not has_conversations(config), lambda config: config.rollout.environment, "environment.py:Shop"
+    lambda config: not has_conversations(config),
+    lambda config: config.rollout.environment,
+    "environment.py:Shop",
+    "set rollout.tools or rollout.environment",
 )
 NO_ENVIRONMENT = UnusedWhen(
     lambda config: config.rollout.environment is None,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from recipe_gkd.errors import ConfigError
 from tests._support.conversations import FILE, settings_of
 from tests._support.errors import raises
 
-TOOLS = [f"{FILE}:{name}" for name in ("add", "wait", "block", "fail")]
+TOOLS = [f"{FILE}:{name}" for name in ("add", "wait", "block", "fail", "unreadable")]
 WITH_TOOLS = (f"rollout.tools=[{','.join(TOOLS)}]", "rollout.tool_parser=hermes")
 
 
@@ -40,7 +43,7 @@ def tools() -> Iterator[EnvironmentPool]:
 
 def step(pool: EnvironmentPool, *calls: dict[str, Any]) -> dict[str, Any]:
     async def once() -> dict[str, Any]:
-        session = await pool.open(0)
+        session = await pool.open(next(KEYS))
         await session.reset(row(""))
         try:
             return await session.step(MESSAGE, list(calls))
@@ -51,7 +54,7 @@ def step(pool: EnvironmentPool, *calls: dict[str, Any]) -> dict[str, Any]:
     return LOOP.run_until_complete(once())
 
 
-LOOP = asyncio.new_event_loop()
+LOOP, KEYS = asyncio.new_event_loop(), itertools.count()
 
 
 class TestTools:
@@ -75,7 +78,8 @@ class TestTools:
         ("wrong", "text"),
         [
             (call("fail"), "error: fail: RuntimeError: no luck"),
-            (call("minus", a=1), "error: there is no tool 'minus'; the tools are add, wait, block, fail"),
+            (call("minus", a=1), "error: there is no tool 'minus'; the tools are add, wait, block, fail, unreadable"),
+            (call("unreadable"), "error: unreadable: its result cannot become text: TypeError"),
             (call("add", c=1), "error: add: missing a required argument: 'a'"),
             (call("wait", seconds=100), "error: wait: it took longer than 2 s"),
             (call("block", seconds=4), "error: block: it took longer than 2 s"),
@@ -142,7 +146,10 @@ class TestFaults:
         [
             ("raises", "exception", "the shop is closed"),
             ("returns", "result", "step returned"),
-            ("waits", "timeout", ""),
+            ("class", "result", "expected messages"),
+            ("huge", "result", "expected a finite number"),
+            ("hostile", "result", "no number"),
+            ("waits", "timeout", "longer than 1.5 s"),
         ],
     )
     def test_failed_call_leaves_the_process(self, name: str, kind: str, text: str) -> None:
@@ -183,6 +190,80 @@ class TestFaults:
             assert (await again.step(MESSAGE, []))["messages"] and pool.n_ended == 1
 
         with EnvironmentPool(faulty(), 1) as pool:
+            asyncio.run(main(pool))
+
+    def test_results_have_plain_values(self) -> None:
+        async def main(pool: EnvironmentPool) -> None:
+            numbers, surrogate = await pool.open(0), await pool.open(1)
+            await asyncio.gather(numbers.reset(row("numbers")), surrogate.reset(row("surrogate")))
+            assert (await numbers.step(MESSAGE, []))["info"] == {"n": 0.5}
+            [message] = (await surrogate.step(MESSAGE, []))["messages"]
+            assert message["content"] == "\ufffd" and isinstance(message["extra"], str)
+
+        with EnvironmentPool(faulty(), 1) as pool:
+            asyncio.run(main(pool))
+
+    def test_plain_functions_wait_for_a_thread_before_their_deadline(self) -> None:
+        """200 calls of a second in 64 threads, with a deadline of 2 s each."""
+        settings = settings_of(f"rollout.environment={FILE}:Slow", "rollout.environment_timeout_s=2")
+
+        async def main(pool: EnvironmentPool) -> None:
+            sessions = [await pool.open(key) for key in range(200)]
+            await asyncio.gather(*(each.reset(row("good")) for each in sessions))
+            assert len(await asyncio.gather(*(each.step(MESSAGE, []) for each in sessions))) == 200
+            assert not pool.n_ended
+
+        with EnvironmentPool(settings, 1) as pool:
+            asyncio.run(main(pool))
+
+    def test_process_with_many_late_threads_is_replaced(self) -> None:
+        settings = settings_of(
+            f"rollout.tools=[{FILE}:block]", "rollout.tool_parser=hermes", "rollout.environment_timeout_s=1"
+        )
+
+        async def main(pool: EnvironmentPool) -> None:
+            session = await pool.open(0)
+            await session.reset(row(""))
+            with pytest.raises(EnvironmentLost) as caught:
+                await session.step(MESSAGE, [call("block", seconds=3600)] * 40)
+            assert caught.value.end.kind == "timeout" and "calls are late" in caught.value.end.stack
+            again = await pool.open(1)
+            await again.reset(row(""))
+            assert (await again.step(MESSAGE, [call("block", seconds=0)]))["messages"][0]["content"] == "blocked"
+
+        with EnvironmentPool(settings, 1) as pool:
+            asyncio.run(main(pool))
+
+    def test_silent_process_is_ended(self) -> None:
+        async def main(pool: EnvironmentPool) -> None:
+            session = await pool.open(0)
+            await session.reset(row("good"))
+            await asyncio.sleep(0.3)  # its event loop waits
+            os.kill(pool._processes[0]._process._process.pid, signal.SIGSTOP)
+            with pytest.raises(EnvironmentLost) as caught:
+                await session.step(MESSAGE, [])
+            assert caught.value.end.kind == "timeout" and not caught.value.suspects
+            assert await (await pool.open(1)).reset(row("good")) is None
+
+        with EnvironmentPool(faulty(), 1) as pool:
+            asyncio.run(main(pool))
+
+    def test_closed_session_ends_its_call(self, tmp_path: Path) -> None:
+        settings = settings_of(
+            f"rollout.environment={FILE}:Faulty", f"rollout.environment_kwargs={{folder: {tmp_path}}}"
+        )
+
+        async def main(pool: EnvironmentPool) -> None:
+            session = await pool.open(0)
+            await session.reset(row("waits"))
+            waiting = asyncio.ensure_future(session.step(MESSAGE, []))
+            await asyncio.sleep(0.2)
+            waiting.cancel()
+            session.close()
+            await asyncio.sleep(0.5)
+            assert (tmp_path / "waits").read_text() == "reset\nclose\n"
+
+        with EnvironmentPool(settings, 1) as pool:
             asyncio.run(main(pool))
 
     def test_closed_pool_leaves_no_process(self) -> None:

@@ -83,7 +83,7 @@ class Simulation:
         self.slots = [asyncio.Semaphore(n_slots) for _ in range(n_replicas)]
         self.n_calls, self.n_replaced, self.version = 0, 0, 0
         self.contexts: dict[int, list[list[int]]] = {}
-        self.outside = 0
+        self.outside, self.least_free = 0, 0
 
     async def generate(self, replica: int, prompts: Sequence[Prompt], step: int) -> AsyncIterator[list[Response]]:
         async def send(requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
@@ -121,6 +121,7 @@ class Simulation:
     def count_outside(self, n: int, pipeline: Pipeline) -> None:
         self.outside += n
         pipeline.add_outside(n)
+        self.least_free = min(self.least_free, pipeline._state.n_in_flight - self.outside)
 
 
 async def train(simulation: Simulation, config: PipelineConfig, n_steps: int, batch_size: int) -> list[Sample]:
@@ -166,6 +167,7 @@ def test_every_conversation_is_trained_on_once_with_all_its_turns(
     samples = run(train(simulation, config, 4, batch_size))
     assert sorted(sample.prompt.uid for sample in samples) == list(range(4 * batch_size))
     assert not simulation.stage._open and not simulation.pool.n_open and simulation.outside == 0
+    assert simulation.least_free >= 0
     assert set(simulation.pool.resets.values()) == {1} and len(simulation.pool.resets) == 4 * batch_size
     for sample in samples:
         transcript, ids = sample.response.transcript, sample.token_ids.tolist()

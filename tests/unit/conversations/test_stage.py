@@ -234,6 +234,25 @@ class TestDeaths:
         assert {text_of(each.ids) for each in found.values()} == {"1<|end|>2<|end|>0<|end|>"}
         assert {path.read_text() for path in tmp_path.iterdir()} == {"reset\nclose\n"}
 
+    def test_failure_beside_a_death_ends_the_run(self) -> None:
+        config = configured(*FAULTY, "rollout.on_environment_failure=fail")
+
+        async def main(pool: EnvironmentPool) -> None:
+            stage, data = ConversationStage(config, TOKENIZER, pool), prompt_data(config, "raises", "good")
+
+            async def send(batch: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
+                opened = next(iter(stage._open.values()))
+                opened.ended.put_nowait(WorkerDied("died"))
+                opened.ended.put_nowait(ConversationError("failed"))
+                yield []
+
+            with pytest.raises(ConversationError):
+                await all_of(stage, data, send)
+            assert not stage._open
+
+        with EnvironmentPool(EnvironmentSettings.of(config), 1) as pool:
+            asyncio.run(main(pool))
+
     def test_closed_generator_ends_its_conversations(self, tmp_path: Path) -> None:
         config = configured(*ECHO, f"rollout.environment_kwargs={{folder: {tmp_path}}}")
 

@@ -153,6 +153,12 @@ class TestScoredRanges:
         assert found.scored_ranges is not None and found.scored_ranges.dtype == np.int32
         assert normalize_sequences([found])[0] is found
 
+    def test_bounds_that_int32_does_not_have_are_refused(self) -> None:
+        wide = np.array([[3 + 2**32, 5 + 2**32]])
+        found = normalize_sequences([TeacherSequence(np.arange(9, dtype=np.int32), 2, scored_ranges=wide)])
+        with raises(errors.TeacherRequestError, argument="scored_ranges"):
+            protocol.encode(Score(7, 2.5, found))
+
 
 class TestSupportIds:
     def test_request_round_trip_keeps_them(self) -> None:
