@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from recipe_gkd.commands.report.run_files import Run, read_responses
 from recipe_gkd.commands.report.templates import render
 from recipe_gkd.data.values import is_list_of_objects
+from recipe_gkd.rewards.items import CONVERSATION
 from teacher.common.display_text import shorten
 
 N_PROMPTS = 6
@@ -28,7 +31,8 @@ def samples_section(run: Run) -> str:
         for key in choose_prompts(keys, last, responses[steps[0]])
     ]
     names = [run.validations[step].name for step in steps]
-    return render("samples.html", cards=cards, files=names, n_prompts=len(last), prompt_parts=prompt_parts, cut=cut)
+    shown_as = {"prompt_parts": prompt_parts, "conversation_parts": conversation_parts, "cut": cut}
+    return render("samples.html", cards=cards, files=names, n_prompts=len(last), **shown_as)
 
 
 def choose_prompts(keys: list[Any], last: dict[Any, dict[str, Any]], first: dict[Any, dict[str, Any]]) -> list[Any]:
@@ -55,6 +59,34 @@ def prompt_parts(prompt: object) -> list[tuple[object, object]]:
     if is_list_of_objects(prompt):
         return [(message.get("role", "prompt"), message.get("content")) for message in prompt]
     return [("prompt", prompt)]
+
+
+def conversation_parts(record: dict[str, Any]) -> list[tuple[object, str]]:
+    """Return role and text of each message of a conversation, with one line per tool call.
+
+    Returns:
+        Empty for a response of one generation, and for a conversation of another form than
+        :func:`recipe_gkd.rewards.items.conversation_fields` writes.
+    """
+    conversation = record.get(CONVERSATION)
+    messages = conversation.get("messages") if isinstance(conversation, dict) else None
+    if not is_list_of_objects(messages):
+        return []
+    return [(message.get("role", "message"), _message_text(message)) for message in messages]
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    lines = [] if content in (None, "") else [str(content)]
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in calls] if is_list_of_objects(calls) else []
+    lines += [f"-> {each.get('name')} {_arguments(each)}" for each in functions if isinstance(each, dict)]
+    return "\n".join(lines)
+
+
+def _arguments(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments", "")
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def cut(value: object) -> str:

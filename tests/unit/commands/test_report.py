@@ -106,6 +106,28 @@ class TestPage:
         shown = '<pre dir="auto">a\\x00\\x1b[31m\\u202e\\ud83d\nحب&lt;|im_end|&gt;</pre>'
         assert page.count(shown) == len(records)
 
+    def test_messages_of_a_conversation_are_shown_with_roles_and_calls(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "1<2"}}}
+        messages = [
+            {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
+            {"role": "tool", "content": "True"},
+            {"role": "assistant", "content": "It is."},
+        ]
+        path, *others = sorted((run / "validation").iterdir())
+        record = json.loads(path.read_text()) | {"raw_answer": "raw text"}
+        path.write_text(json.dumps(record | {"conversation": {"messages": messages}}) + "\n")
+        for other, broken in zip(others, ([], {"messages": 3}), strict=False):
+            other.write_text(json.dumps(record | {"conversation": broken}) + "\n")
+        page = own_page(run)
+        assert page.count("raw text</pre>") == len(others) > 0
+        text = re.sub(r"\s*<[^>]+>\s*", "|", page[page.index("Let me see.") - 80 : page.index("It is.") + 10])
+        expected = (
+            "assistant||Let me see.\n-&gt; calculator {&#34;expression&#34;: &#34;1&lt;2&#34;}"
+            "||tool||True||assistant||It is."
+        )
+        assert expected in text
+
     def test_long_run_gives_a_small_page(self, tmp_path: Path) -> None:
         run = make_run(tmp_path / "run")
         with (run / "metrics.jsonl").open("w") as file:
