@@ -24,6 +24,8 @@ TIMINGS = {
     "update_actor": "forward, backward and optimizer step",
     "get_teacher_knowledge": "from the first request to the last result of the teacher",
     "teacher_tail": "the part of it after the last response",
+    "environment_mean": "a conversation in calls of its environment or tools, mean",
+    "environment_max": "the slowest conversation in them",
     "wait_prev_gen": "the trainer waited for responses",
     "wait_prev_teacher": "the trainer waited for the teacher",
     "wait_prev_prev_teacher": "the trainer waited for the teacher",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -138,7 +138,7 @@ class RolloutWorker:
             DeadlineError: ``timeout_s`` has passed.
             WorkerError: The engine failed, or sleeps.
         """
-        params = [self._sampling[sampling].for_request(prompt.uid, step) for prompt in prompts]
+        params = (self._sampling[sampling].for_request(prompt.uid, step) for prompt in prompts)
         async for responses in self._generate(prompts, params, step, timeout_s):
             yield responses
 
@@ -147,10 +147,10 @@ class RolloutWorker:
     ) -> AsyncIterator[list[Turn]]:
         """Generate the next turn of each conversation; see :meth:`generate`."""
         prompts, tools = [request.prompt for request in requests], {each.prompt.uid: each.tools for each in requests}
-        params = [
+        params = (
             self._sampling[sampling].for_request(each.prompt.uid, step, turn=each.number, max_tokens=each.max_tokens)
             for each in requests
-        ]
+        )
         async for responses in self._generate(prompts, params, step, timeout_s):
             yield [
                 Turn(response=response, message=self._messages.message(response, tools[response.uid]))
@@ -158,8 +158,9 @@ class RolloutWorker:
             ]
 
     async def _generate(
-        self, prompts: list[Prompt], params: list[dict[str, Any]], step: int, timeout_s: float | None
+        self, prompts: list[Prompt], params: Iterable[dict[str, Any]], step: int, timeout_s: float | None
     ) -> AsyncIterator[list[Response]]:
+        """Generate with these parameters, which are read once the engine is ready."""
         timeout_s = timeout_s or self._config.actor_rollout_ref.rollout.timeout_s
         started = time.monotonic()
         await self._ensure_ready(started, timeout_s)
@@ -171,7 +172,7 @@ class RolloutWorker:
 
         n_left = len(prompts)
         with self._gate.generation():
-            request_ids, accepted = self._engine.submit(prompts, params, deliver)
+            request_ids, accepted = self._engine.submit(prompts, list(params), deliver)
             try:
                 problem = "the engine did not accept the prompts, because it was busy with a step or a weight update"
                 await self._wait(asyncio.wrap_future(accepted), started, timeout_s, problem)

@@ -149,8 +149,9 @@ async def generate(pools: Pools, _: Path) -> object:
 
 
 async def validate(pools: Pools, _: Path) -> object:
+    data: Any = None
     timeout_s = KeyedTimeout(800, "actor_rollout_ref.rollout.timeout_s")
-    return [_ async for _ in pools.cluster().generate_for_validation(timeout_s, 1, PROMPTS, 4)]
+    return [_ async for _ in pools.cluster().generate_for_validation(data, timeout_s, 1, PROMPTS, 4)]
 
 
 async def update(pools: Pools, _: Path) -> object:
