@@ -17,7 +17,8 @@ from recipe_gkd.actor.ranks import RankReport
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, ROLLOUT_TIMEOUT, timeout_of
-from recipe_gkd.conversations.stage import Batch, ConversationStage
+from recipe_gkd.conversations.open_batch import Batch
+from recipe_gkd.conversations.stage import ConversationStage
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response, Sample

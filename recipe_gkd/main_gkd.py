@@ -38,6 +38,7 @@ from recipe_gkd.config.durations import duration_s
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.stored import report_changes, stored_config
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
+from recipe_gkd.conversations.context import ConversationContext
 from recipe_gkd.conversations.pool import EnvironmentPool
 from recipe_gkd.conversations.setup import check_turns, open_environments
 from recipe_gkd.conversations.stage import ConversationStage
@@ -247,7 +248,9 @@ def _plan_training(
         fresh=fresh,
         stop_token_ids=stop_token_ids,
         n_tokens=student.n_tokens,
-        conversations=None if environments is None else ConversationStage(config, student.tokenizer, environments),
+        conversations=None
+        if environments is None
+        else ConversationStage(ConversationContext(config, student.tokenizer, environments)),
     )
 
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from recipe_gkd.config import Config
 from recipe_gkd.config.environments import EnvironmentSettings
-from recipe_gkd.conversations.stage import Batch, ConversationStage, SendTurns
+from recipe_gkd.conversations.open_batch import Batch
+from recipe_gkd.conversations.stage import ConversationStage, SendTurns
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.rollout.turns import Turn, TurnRequest

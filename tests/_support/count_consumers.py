@@ -24,6 +24,7 @@ from recipe_gkd.checkpoints.store import remove_old
 from recipe_gkd.config import Config, limits
 from recipe_gkd.config.staleness import staleness_bound
 from recipe_gkd.config.teachers import addresses, n_connections, requests_per_batch
+from recipe_gkd.conversations.context import ConversationContext
 from recipe_gkd.conversations.stage import ConversationStage
 from recipe_gkd.conversations.template import cut
 from recipe_gkd.data.samples import Prompt, Response, Reward
@@ -86,11 +87,12 @@ def hold_conversation(config: Config, name: str) -> None:
     assert cut("123", tokenizer, settings.max_tool_response_length or 1, "middle").count("...") == (
         (settings.max_tool_response_length or 1) < 3
     )
-    stage = ConversationStage(config, tokenizer, SimpleNamespace())  # type: ignore[arg-type]
-    _, max_turns, timeout_s = stage.limits
+    context = ConversationContext(config, tokenizer, SimpleNamespace())  # type: ignore[arg-type]
+    _, max_turns, timeout_s = context.limits
     assert len(range(max_turns)) == settings.max_turns
     asyncio.run(asyncio.wait_for(asyncio.sleep(0), None if timeout_s is None else timeout_s + 60))
     if name.endswith("max_environment_failures"):
+        stage = ConversationStage(context)
         stage.failures = value
         attempt: Any = SimpleNamespace(describe=lambda error: ConversationError(str(error)))
         with pytest.raises(ConversationError, match=f"{name}={value};"):

@@ -17,7 +17,9 @@ from pipeline_stages import Pools
 from pipeline_turns import throughput_share
 from virtual_time import run
 
-from recipe_gkd.conversations.stage import Batch, ConversationStage
+from recipe_gkd.conversations.context import ConversationContext
+from recipe_gkd.conversations.open_batch import Batch
+from recipe_gkd.conversations.stage import ConversationStage
 from recipe_gkd.data.batches import PromptBatch
 from recipe_gkd.data.messages import Message
 from recipe_gkd.data.prompts import PromptData
@@ -64,11 +66,11 @@ class FakeSession:
         self.pool.n_open -= 1
 
 
-class Stage(ConversationStage):
-    """Stage that tokenizes in the event loop, because virtual time cannot wait for threads."""
+class Context(ConversationContext):
+    """Context that tokenizes in the event loop, because virtual time cannot wait for threads."""
 
     async def tokens_between(
-        self, batch: Batch, row: Row, prompt: list[Message], turn: Turn, messages: list[Message]
+        self, data: PromptData, row: Row, prompt: list[Message], turn: Turn, messages: list[Message]
     ) -> tuple[list[Message], np.ndarray]:
         return messages, BETWEEN
 
@@ -79,7 +81,8 @@ class Simulation:
     def __init__(self, data: PromptData, *, n_replicas: int, n_slots: int, seed: int, deaths: set[int]) -> None:
         self.rng, self.data, self.deaths = random.Random(seed), data, deaths
         self.pool: Any = FakePool(self.rng)
-        self.stage = Stage(configured("rollout.environment=x.py:X", "rollout.max_turns=20"), TOKENIZER, self.pool)
+        config = configured("rollout.environment=x.py:X", "rollout.max_turns=20")
+        self.stage = ConversationStage(Context(config, TOKENIZER, self.pool))
         self.slots = [asyncio.Semaphore(n_slots) for _ in range(n_replicas)]
         self.n_calls, self.n_replaced, self.version = 0, 0, 0
         self.contexts: dict[int, list[list[int]]] = {}

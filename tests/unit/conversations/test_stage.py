@@ -13,8 +13,10 @@ import pytest
 
 from recipe_gkd.config import Config
 from recipe_gkd.config.environments import EnvironmentSettings
+from recipe_gkd.conversations.context import ConversationContext
+from recipe_gkd.conversations.open_batch import Batch
 from recipe_gkd.conversations.pool import EnvironmentPool
-from recipe_gkd.conversations.stage import Batch, ConversationStage, SendTurns
+from recipe_gkd.conversations.stage import ConversationStage, SendTurns
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Response, Sample, TeacherTopK
 from recipe_gkd.errors import ConversationError, WorkerDied
@@ -56,7 +58,7 @@ def run(
     config = config or configured(*overrides)
 
     async def main(pool: EnvironmentPool) -> tuple[dict[int, Response], PromptData]:
-        stage = ConversationStage(config, TOKENIZER, pool)
+        stage = ConversationStage(ConversationContext(config, TOKENIZER, pool))
         outside: list[int] = []
         stage.on_outside = outside.append
         if times is not None:
@@ -215,7 +217,7 @@ class TestDeaths:
 
         async def main(pool: EnvironmentPool) -> dict[int, Response]:
             nonlocal n_deaths
-            stage, data = ConversationStage(config, TOKENIZER, pool), prompt_data(config, *"abcd")
+            stage, data = ConversationStage(ConversationContext(config, TOKENIZER, pool)), prompt_data(config, *"abcd")
             found: dict[int, Response] = {}
             while len(found) < 4:
                 left = [prompt for prompt in prompts_of(data) if prompt.uid not in found]
@@ -238,7 +240,10 @@ class TestDeaths:
         config = configured(*FAULTY, "rollout.on_environment_failure=fail")
 
         async def main(pool: EnvironmentPool) -> None:
-            stage, data = ConversationStage(config, TOKENIZER, pool), prompt_data(config, "raises", "good")
+            stage, data = (
+                ConversationStage(ConversationContext(config, TOKENIZER, pool)),
+                prompt_data(config, "raises", "good"),
+            )
 
             async def send(batch: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
                 opened = next(iter(stage._open.values()))
@@ -257,7 +262,7 @@ class TestDeaths:
         config = configured(*ECHO, f"rollout.environment_kwargs={{folder: {tmp_path}}}")
 
         async def main(pool: EnvironmentPool) -> None:
-            stage, data = ConversationStage(config, TOKENIZER, pool), prompt_data(config, *"ab")
+            stage, data = ConversationStage(ConversationContext(config, TOKENIZER, pool)), prompt_data(config, *"ab")
 
             async def send(batch: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
                 yield [turn_of(request, "0") for request in batch if not request.prompt.uid]
