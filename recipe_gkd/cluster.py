@@ -130,52 +130,9 @@ class Cluster:
         sampled = [prompt for prompt in prompts if prompt.reference_ids is None]
         if not sampled:
             return
-        if self.conversations is not None:
-            timeout_s, batch = timeout_of(self.config, ROLLOUT_TIMEOUT), Batch(data=data, replica=rank, step=step)
-            async for responses in self._converse(batch, sampled, timeout_s, f"generate, step {step}"):
-                yield responses
-            return
-        items = self.rollouts.stream(
-            rank,
-            RolloutWorker.generate,
-            sampled,
-            step,
-            timeout_s=timeout_of(self.config, ROLLOUT_TIMEOUT, GENERATION_RPC_MARGIN_S),
-            phase=f"generate, step {step}",
-            n_results=len(sampled),
-        )
-        async for responses in self._replaceable(items):
+        batch, timeout_s = Batch(data=data, replica=rank, step=step), timeout_of(self.config, ROLLOUT_TIMEOUT)
+        async for responses in self._sample(batch, sampled, timeout_s, f"generate, step {step}"):
             yield responses
-
-    async def _converse(
-        self, batch: Batch, prompts: Sequence[Prompt], timeout_s: float, phase: str
-    ) -> AsyncGenerator[list[Response]]:
-        """Yield the conversations of one rollout worker as they end.
-
-        Args:
-            timeout_s: Deadline of the worker for the turns of a call.
-            phase: Name of the phase, for messages.
-        """
-        assert self.conversations is not None
-
-        async def send(requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
-            items = self.rollouts.stream(
-                batch.replica,
-                RolloutWorker.generate_turns,
-                list(requests),
-                batch.step,
-                batch.sampling,
-                timeout_s,
-                timeout_s=with_margin(timeout_s, GENERATION_RPC_MARGIN_S),
-                phase=phase,
-                n_results=len(requests),
-            )
-            async for turns in self._replaceable(items):
-                yield turns
-
-        async with aclosing(self.conversations.generate(batch, prompts, send)) as stream:
-            async for responses in stream:
-                yield responses
 
     async def generate_for_validation(
         self, data: PromptData, timeout_s: float, rank: int, prompts: Sequence[Prompt], step: int
@@ -190,27 +147,53 @@ class Cluster:
         Raises:
             WorkerDied, GkdError: See :meth:`generate`.
         """
-        phase = f"validate after step {step}"
-        if self.conversations is not None:
-            batch = Batch(data=data, replica=rank, step=step, sampling="validation")
-            async for responses in self._converse(batch, prompts, timeout_s, phase):
-                yield responses
-            return
-        items = self.rollouts.stream(
-            rank,
-            RolloutWorker.generate,
-            list(prompts),
-            step,
-            "validation",
-            timeout_s,
-            timeout_s=with_margin(timeout_s, GENERATION_RPC_MARGIN_S),
-            phase=phase,
-            n_results=len(prompts),
-        )
-        async for responses in self._replaceable(items):
+        batch = Batch(data=data, replica=rank, step=step, sampling="validation")
+        async for responses in self._sample(batch, prompts, timeout_s, f"validate after step {step}"):
             yield responses
 
-    async def _replaceable(self, items: AsyncIterator[R]) -> AsyncIterator[R]:
+    async def _sample(
+        self, batch: Batch, prompts: Sequence[Prompt], timeout_s: float, phase: str
+    ) -> AsyncGenerator[list[Response]]:
+        """Yield the sampled responses of one rollout worker, or its conversations, as they end.
+
+        Args:
+            timeout_s: Deadline of the worker for a call.
+            phase: Name of the phase, for messages.
+        """
+        call = batch.step, batch.sampling, timeout_s
+        deadline_s = with_margin(timeout_s, GENERATION_RPC_MARGIN_S)
+
+        async def send(requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
+            items = self.rollouts.stream(
+                batch.replica,
+                RolloutWorker.generate_turns,
+                list(requests),
+                *call,
+                timeout_s=deadline_s,
+                phase=phase,
+                n_results=len(requests),
+            )
+            async for turns in self._replaceable(items):
+                yield turns
+
+        if self.conversations is None:
+            items = self.rollouts.stream(
+                batch.replica,
+                RolloutWorker.generate,
+                list(prompts),
+                *call,
+                timeout_s=deadline_s,
+                phase=phase,
+                n_results=len(prompts),
+            )
+            responses = self._replaceable(items)
+        else:
+            responses = self.conversations.generate(batch, prompts, send)
+        async with aclosing(responses) as stream:
+            async for each in stream:
+                yield each
+
+    async def _replaceable(self, items: AsyncIterator[R]) -> AsyncGenerator[R]:
         """Yield the results of a rollout worker, which counts as dead if it is silent and can be replaced."""
         try:
             async for item in items:

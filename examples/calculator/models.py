@@ -15,21 +15,20 @@ import json
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from conversations import (  # beside this file
     ASSISTANT,
     END,
-    MAX_LENGTH,
     TOOL,
-    VOCAB_SIZE,
     build_tokenizer,
     call_text,
     prompt_text,
@@ -37,35 +36,10 @@ from conversations import (  # beside this file
 )
 
 from recipe_gkd.addition.task import HIGHEST, LOWEST, Problem, make_splits
+from recipe_gkd.quickstart.models import RECIPES, build_model
 
 BATCH_SIZE = 64
-SHAPES = {"teacher": dict(hidden=128, heads=4, ffn=512), "student": dict(hidden=64, heads=2, ffn=256)}
 N_TRAIN, N_HELD_OUT = 4096, 256
-
-
-def build_model(shape: dict[str, int], tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """Return an untrained fp32 model."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=shape["hidden"],
-        intermediate_size=shape["ffn"],
-        num_hidden_layers=2,
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_LENGTH,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
-    return model
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> tuple[list[int], list[int]]:
@@ -128,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer, excluded = build_tokenizer(), {problem.pair for problem in splits.held_out}
     for number, (role, steps) in enumerate((("teacher", args.teacher_steps), ("student", args.student_steps))):
         began, seed = time.monotonic(), 2 * args.seed + number
-        model = build_model(SHAPES[role], tokenizer, seed)
+        model = build_model(replace(RECIPES[role], tied_embeddings=False), tokenizer, seed)
         loss = train(model, tokenizer, seed, steps, excluded)
         model.save_pretrained(args.out / role)
         tokenizer.save_pretrained(args.out / role)

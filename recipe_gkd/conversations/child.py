@@ -14,25 +14,18 @@ import faulthandler
 import importlib.util
 import inspect
 import json
-import math
-import mmap
 import os
-import queue
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MESSAGE_ROLES = ("system", "user", "tool")
-STEP_FIELDS = ("messages", "done", "reward", "info")
-NO_KEY = -1
 HEARTBEAT_S = 0.5
 
 
@@ -47,80 +40,11 @@ def load_file(path: str) -> ModuleType:
 
 
 framing = load_file("framing.py")
+marking = load_file("child_marks.py")
+results = load_file("child_results.py")
 user_child = load_file("../runtime/user_child.py")
 
-CURRENT: contextvars.ContextVar[int] = contextvars.ContextVar("conversation", default=NO_KEY)
-"""Key of the conversation that a task or a thread works for."""
-
-
-class CallFailed(Exception):
-    """Call without a valid result.
-
-    Attributes:
-        fields: ``kind``, ``reason`` and ``trace`` of the failure, for the driver.
-    """
-
-    def __init__(self, kind: str, reason: str, trace: str = "") -> None:
-        super().__init__(reason)
-        self.fields = {"kind": kind, "reason": reason, "trace": trace}
-
-
-class Marks:
-    """Keys of the conversations whose code is being executed: of the event loop, then of each thread."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._keys = memoryview(mmap.mmap(descriptor, 0)).cast("q")
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for slot in range(1, len(self._keys)):
-            self._free.put(slot)
-
-    @property
-    def n_threads(self) -> int:
-        """Number of threads that can be marked."""
-        return len(self._keys) - 1
-
-    def set_loop(self, key: int) -> None:
-        """Mark the conversation of the event loop."""
-        self._keys[0] = key
-
-    def run_marked(self, function: Callable[[], Any]) -> Any:
-        """Call a function in this thread, with the mark of its conversation."""
-        slot = self._free.get()
-        self._keys[slot] = CURRENT.get()
-        try:
-            return function()
-        finally:
-            self._keys[slot] = NO_KEY
-            self._free.put(slot)
-
-
-class MarkedCoroutine(Coroutine[Any, Any, Any]):
-    """Coroutine of a task that marks its conversation whenever it runs."""
-
-    def __init__(self, inner: Coroutine[Any, Any, Any], marks: Marks) -> None:
-        self._inner, self._marks = inner, marks
-
-    def send(self, value: Any) -> Any:
-        """Continue the coroutine."""
-        return self._marked(self._inner.send, value)
-
-    def throw(self, *error: Any) -> Any:
-        """Raise an exception in the coroutine."""
-        return self._marked(self._inner.throw, *error)
-
-    def close(self) -> None:
-        """Close the coroutine."""
-        self._inner.close()
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._inner.__await__()
-
-    def _marked(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        self._marks.set_loop(CURRENT.get())
-        try:
-            return function(*arguments)
-        finally:
-            self._marks.set_loop(NO_KEY)
+CallFailed = results.CallFailed
 
 
 @dataclass
@@ -140,20 +64,25 @@ class ToolEnvironment:
     """Environment of ``rollout.tools``: it calls the functions that the model asks for, and ends without any call.
 
     An error of a call is its result, so that the model can react to it.
+
+    Attributes:
+        n_failed: Number of calls of the last step that failed.
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], worker: Worker) -> None:
-        self._functions, self._worker = functions, worker
+        self._functions, self._worker, self.n_failed = functions, worker, 0
 
     async def reset(self, row: dict[str, Any]) -> None:
         """Keep the prompt of the row."""
 
-    async def step(self, message: dict[str, Any], tool_calls: list[dict[str, Any]]) -> dict[str, Any] | None:
+    async def step(self, message: dict[str, Any], tool_calls: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """Return the results of the calls. None without any."""
+        self.n_failed = 0
         if not tool_calls:
             return None
         found = await asyncio.gather(*(self._call(call) for call in tool_calls))
-        return {"messages": [message for message, _ in found], "tool_errors": sum(failed for _, failed in found)}
+        self.n_failed = sum(failed for _, failed in found)
+        return [message for message, _ in found]
 
     async def _call(self, call: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -183,7 +112,7 @@ class ToolEnvironment:
 class Worker:
     """Environments of the conversations of this process, and the calls of their methods."""
 
-    def __init__(self, settings: dict[str, Any], marks: Marks, stacks: int) -> None:
+    def __init__(self, settings: dict[str, Any], marks: Any, stacks: int) -> None:
         self._settings, self._marks, self._stacks = settings, marks, stacks
         self._threads = ThreadPoolExecutor(marks.n_threads, "environment")
         self._free_threads, self._n_late = asyncio.Semaphore(marks.n_threads), 0
@@ -195,7 +124,7 @@ class Worker:
         """Answer calls until the connection ends."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(lambda loop, coroutine, **options: asyncio.Task(
-            MarkedCoroutine(coroutine, self._marks), loop=loop, **options
+            marking.MarkedCoroutine(coroutine, self._marks), loop=loop, **options
         ))  # fmt: skip
         others = [
             loop.create_task(user_child.watch_loop(self._settings["timeout_s"], self._stacks)),
@@ -205,7 +134,7 @@ class Worker:
             while True:
                 call = await framing.receive(reader)
                 context = contextvars.copy_context()
-                context.run(CURRENT.set, call["key"])
+                context.run(marking.CURRENT.set, call["key"])
                 task = loop.create_task(self._answer(call, writer), context=context)
                 self._calls[call["key"]].add(task)
                 task.add_done_callback(self._calls[call["key"]].discard)
@@ -233,8 +162,10 @@ class Worker:
             return await self._close(key)
         if method == "reset":
             self._environments[key] = await self.call(self.loaded.create)
-            return as_messages(await self._call_method(key, "reset", arguments), "reset")
-        return as_step(await self._call_method(key, "step", arguments))
+            return results.as_messages(await self._call_method(key, "reset", arguments), "reset")
+        step = results.as_step(await self._call_method(key, "step", arguments))
+        environment = self._environments[key]
+        return step | {"tool_errors": environment.n_failed if isinstance(environment, ToolEnvironment) else 0}
 
     async def _close(self, key: int) -> None:
         """End the calls of a conversation, then its environment."""
@@ -353,71 +284,10 @@ class Worker:
             ) from error
 
 
-def as_messages(value: object, method: str) -> list[dict[str, Any]] | None:
-    """Return messages of the user's code as JSON has them, None for none.
-
-    Raises:
-        CallFailed: They are no messages.
-    """
-    if value is None:
-        return None
-    messages: list[Any] = value if isinstance(value, list) else [value]
-    for message in messages:
-        is_message = isinstance(message, dict) and message.get("role") in (*MESSAGE_ROLES, "assistant")
-        if not is_message or not isinstance(message.get("content"), str):
-            raise CallFailed(
-                "result",
-                f"{method} returned {message!r:.200}, expected messages {{'role': ..., 'content': text}} with a role "
-                f"such as {', '.join(MESSAGE_ROLES)}",
-            )
-    found: list[dict[str, Any]] = json.loads(json.dumps(messages, default=str))
-    return found
-
-
-def as_step(value: object) -> dict[str, Any]:
-    """Return the result of a step with all its fields.
-
-    Raises:
-        CallFailed: It is none of: None (the conversation ends), messages, or a dict with ``messages``, ``done``,
-            ``reward`` and ``info``.
-    """
-    fields: dict[str, Any] = dict(value) if isinstance(value, dict) and "role" not in value else {"messages": value}
-    tool_errors = fields.pop("tool_errors", 0)
-    if unknown := set(fields) - set(STEP_FIELDS):
-        raise CallFailed(
-            "result", f"step returned the fields {sorted(map(str, unknown))}, expected {', '.join(STEP_FIELDS)}"
-        )
-    messages = as_messages(fields.get("messages"), "step")
-    if messages and any(message["role"] == "assistant" for message in messages):
-        raise CallFailed("result", "step returned a message of the role assistant, whose messages the student writes")
-    reward, info = fields.get("reward"), fields.get("info") or {}
-    if reward is not None and (reward := finite(reward)) is None:
-        raise CallFailed("result", f"step returned the reward {fields['reward']!r:.100}, expected a finite number")
-    if not isinstance(info, dict):
-        raise CallFailed("result", f"step returned the info {info!r:.100}, expected a dict")
-    numbers = {str(name): finite(each) for name, each in info.items()}
-    return {
-        "messages": messages or [],
-        "done": bool(fields.get("done", not messages)),
-        "reward": reward,
-        "info": {name: number for name, number in numbers.items() if number is not None},
-        "tool_errors": tool_errors,
-    }
-
-
-def finite(value: object) -> float | None:
-    """Return a finite number as float, None for anything else."""
-    try:
-        number = float(value) if isinstance(value, Real) or hasattr(value, "__float__") else math.nan
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
 async def _send_heartbeats(writer: asyncio.StreamWriter) -> None:
     """Show the driver that the event loop runs."""
     while True:
-        writer.write(framing.pack({"id": NO_KEY}))
+        writer.write(framing.pack({"id": marking.NO_KEY}))
         await asyncio.sleep(HEARTBEAT_S)
 
 
@@ -451,7 +321,7 @@ def serve(to_driver: int, stacks: int, others: Sequence[int]) -> None:
     settings = framing.unpack(content)
     sys.path[:] = settings["sys_path"]
     try:
-        worker = Worker(settings, Marks(others[0]), stacks)
+        worker = Worker(settings, marking.Marks(others[0]), stacks)
     except CallFailed as failure:
         connection.sendall(framing.pack({"failure": failure.fields}))
         return

@@ -1,4 +1,4 @@
-"""What all conversations of a run share: settings, tokenizer and environments; and the tokens between their turns."""
+"""Settings, tokenizer and environments, which all conversations of a run share, and the tokens between their turns."""
 
 from __future__ import annotations
 

@@ -127,7 +127,10 @@ class EnvironmentSession:
             return messages
 
     async def step(self, message: Message, tool_calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of an assistant message; see :func:`recipe_gkd.conversations.child.as_step`."""
+        """Return the result of an assistant message; see :func:`recipe_gkd.conversations.child_results.as_step`.
+
+        It has ``tool_errors`` too, the number of failed calls of ``rollout.tools``.
+        """
         with self._measured():
             result: dict[str, Any] = await self._process.call("step", self._key, message, list(tool_calls))
             return result

@@ -84,9 +84,9 @@ def serve(connection: Connection, stacks: int) -> None:
     The first message contains the settings. Its reply is a dict with properties of the functions, or the reason why one
     is rejected and its index. Each later message is a list of items, dicts of the arguments of ``values_of``. The reply
     to an item is its index in the list, its score and other numbers; or its index, a dict of the fields of
-    :class:`Failure`, and None. After a failure the rest of the list is dropped if the settings have
-    ``stops_at_failure``. With ``async def`` functions the
-    replies are in the order of completion, otherwise in the order of the items.
+    :class:`RewardFailure`, and None. After a failure the rest of the list is dropped if the settings have
+    ``stops_at_failure``. With ``async def`` functions the replies are in the order of completion, otherwise in the
+    order of the items.
     """
     settings = connection.recv()
     sys.path[:] = settings["sys_path"]
