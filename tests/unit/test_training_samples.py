@@ -78,7 +78,7 @@ class FakeCluster(Cluster):
         return self.n_replicas
 
     async def stream(
-        self, rank: int, method: object, prompts: list[Prompt], step: int, **_: Any
+        self, rank: int, method: object, prompts: list[Prompt], *_call: Any, **_: Any
     ) -> AsyncIterator[list[Response]]:
         assert prompts and all(prompt.reference_ids is None for prompt in prompts)
         call, self.n_calls = self.n_calls, self.n_calls + 1
