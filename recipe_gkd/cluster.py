@@ -209,8 +209,8 @@ class Cluster:
 
     async def update(self, batch: ReadyBatch) -> dict[str, float]:
         """Do one optimizer step on ``batch``, divided among the data-parallel ranks, and return its metrics."""
-        samples = [_for_actor(sample) for sample in batch.samples]
-        samples = with_group_statistics(samples, self.config.gkd, self.config.actor_rollout_ref.rollout.n)
+        samples = with_group_statistics(batch.samples, self.config.gkd, self.config.actor_rollout_ref.rollout.n)
+        samples = [_for_actor(sample) for sample in samples]
         phase = f"update, step {batch.step}"
         arguments = await self._divide(samples, batch.step, phase)
         timeout_s = timeout_of(self.config, ACTOR_TIMEOUT)

@@ -85,7 +85,7 @@ async def measure_kl(pairs: Sequence[Pair], stages: KlStages, *, group_size: int
         group_size: Number of responses in a request to the teacher.
         chunk_size: Number of responses whose teacher scores are in memory at a time.
     """
-    n_tokens: list[int] = []
+    n_tokens = {prompt.uid: 0 for prompt, _ in pairs}
     totals = {prompt.uid: np.zeros(2) for prompt, _ in pairs}
     for start in range(0, len(pairs), chunk_size):
         chunk = pairs[start : start + chunk_size]
@@ -98,6 +98,7 @@ async def measure_kl(pairs: Sequence[Pair], stages: KlStages, *, group_size: int
         for of_rank in await stages.sum_kl(samples):
             for uid, sums in of_rank.items():
                 totals[uid] += sums
-        n_tokens += [sample.teacher.n_scored for sample in samples]
+        for sample in samples:
+            n_tokens[sample.prompt.uid] += sample.teacher.n_scored
         del samples, groups  # the rows, before the rows of the next chunk arrive
-    return ResponseKl(np.array(n_tokens, np.int64), np.array(list(totals.values())).reshape(-1, 2))
+    return ResponseKl(np.array(list(n_tokens.values()), np.int64), np.array(list(totals.values())).reshape(-1, 2))

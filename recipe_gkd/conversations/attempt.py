@@ -77,19 +77,19 @@ class Attempt:
                 result = await self._session.step(turn.message, calls)
                 state.n_tool_errors += result["tool_errors"]
                 self._context.report_tool_errors(result)
-                state.rewards += [] if result["reward"] is None else [result["reward"]]
+                state.rewards.append(result["reward"])
                 state.numbers |= result["info"]
                 if result["done"] or number + 1 == max_turns:
                     state.messages += result["messages"]
                     return "stop" if result["done"] else "turns"
                 history = [*self._messages, *state.messages[:-1]]
-                found, ids = await self._context.tokens_between(
+                found, tokens = await self._context.tokens_between(
                     self._batch.data, row, history, turn, result["messages"]
                 )
             state.messages += found
-            if state.n_tokens + len(ids) >= max_tokens:
+            if state.n_tokens_with(tokens) >= max_tokens:
                 return "length"
-            state.between.append(ids)
+            state.add(tokens)
         raise AssertionError("the last turn returns")
 
     def response(self, end: ConversationEnd, *, failure: str = "", keeps_turns: bool = True) -> Response:

@@ -6,11 +6,9 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from recipe_gkd.config import Config
 from recipe_gkd.conversations.pool import EnvironmentPool
-from recipe_gkd.conversations.template import TurnTemplate, cut
+from recipe_gkd.conversations.template import NextTokens, SampledTurn, TurnTemplate, cut
 from recipe_gkd.data.messages import Message
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import Row
@@ -73,19 +71,25 @@ class ConversationContext:
         return replace(prompt, ids=ids)
 
     async def tokens_between(
-        self, data: PromptData, row: Row, prompt: list[Message], turn: Turn, messages: list[Message]
-    ) -> tuple[list[Message], np.ndarray]:
-        """Return messages, cut at ``rollout.max_tool_response_length``, and the tokens that they add."""
-        settings, template = self.settings, TurnTemplate(self._tokenizer, data.template)
+        self, data: PromptData, row: Row, before: list[Message], turn: Turn, messages: list[Message]
+    ) -> tuple[list[Message], NextTokens]:
+        """Return messages, cut at ``rollout.max_tool_response_length``, and the tokens before the next turn.
 
-        def compute() -> tuple[list[Message], np.ndarray]:
+        Args:
+            before: Messages before the turn.
+        """
+        settings = self.settings
+        template = TurnTemplate(self._tokenizer, data.template, settings.history, row.tools, row.where)
+
+        def compute() -> tuple[list[Message], NextTokens]:
             limit, side, found = settings.max_tool_response_length, settings.tool_response_truncate_side, messages
             if limit is not None:
                 found = [
                     message | {"content": cut(message["content"], self._tokenizer, limit, side)} for message in messages
                 ]
             end_id = int(turn.response.ids[-1])
-            return found, template.between(prompt, turn.message, found, tools=row.tools, end_id=end_id, where=row.where)
+            sampled = SampledTurn(before=before, message=turn.message, after=found, end_id=end_id)
+            return found, template.next_tokens(sampled)
 
         return await in_thread(compute)
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from recipe_gkd.conversations.template import NextTokens
 from recipe_gkd.data.messages import Message
-from recipe_gkd.data.samples import ConversationEnd, InsertedTokens, Prompt, Response, Transcript
+from recipe_gkd.data.samples import ConversationEnd, InsertedTokens, Prompt, Response, Rewrite, Transcript
+from recipe_gkd.errors import DataError
 
 
 @dataclass
@@ -18,9 +20,9 @@ class ConversationState:
     Attributes:
         prompt: Prompt, whose tokens the environment may have replaced.
         turns: Response of each turn.
-        between: Tokens after each turn but the last one, int32 [N] each.
+        between: Tokens after each turn but the last one. They may replace all tokens before them.
         messages: Messages after the prompt.
-        rewards: Reward of each step that had one.
+        rewards: Reward of each step, None for one without.
         numbers: Numbers of the environment, the latest of each name.
         n_tool_calls: Number of calls of the student.
         n_tool_errors: Number of calls that failed.
@@ -28,25 +30,44 @@ class ConversationState:
 
     prompt: Prompt
     turns: list[Response] = field(default_factory=list)
-    between: list[np.ndarray] = field(default_factory=list)
+    between: list[NextTokens] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)
     n_tool_calls: int = 0
     n_tool_errors: int = 0
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens after the prompt."""
-        return sum(len(turn.ids) for turn in self.turns) + sum(map(len, self.between))
+        """Number of tokens after the prompt, as the student sees them."""
+        return len(self.context_ids) - len(self.prompt.ids)
+
+    def n_tokens_with(self, tokens: NextTokens) -> int:
+        """Return the number of tokens after the prompt if ``tokens`` are the next ones."""
+        return len(tokens.ids) + (-len(self.prompt.ids) if tokens.is_rewrite else self.n_tokens)
+
+    def add(self, tokens: NextTokens) -> None:
+        """Add tokens after the last turn.
+
+        Raises:
+            DataError: They replace the prompt, but a teacher has its own, which takes its place.
+        """
+        ids = self.prompt.ids
+        if tokens.is_rewrite and self.prompt.teacher_ids is not None and (tokens.ids[: len(ids)] != ids).any():
+            raise DataError(
+                "the chat template has changed the prompt, whose place the teacher's own prompt takes",
+                remedy="set rollout.history=keep, or let the teacher see the student's prompts",
+            )
+        self.between.append(tokens)
 
     @property
     def context_ids(self) -> np.ndarray:
-        """Prompt and all tokens after it, int32 [P + T + N]."""
+        """All tokens that the student sees, int32."""
         parts = [self.prompt.ids]
         for number, turn in enumerate(self.turns):
             parts.append(turn.ids)
-            parts += self.between[number : number + 1]
+            for tokens in self.between[number : number + 1]:
+                parts = [*([] if tokens.is_rewrite else parts), tokens.ids]
         return np.concatenate(parts)
 
     def response(
@@ -64,13 +85,13 @@ class ConversationState:
         turns = self.turns
         ids_T = _joined([turn.ids for turn in turns], np.int32)
         # Tokens after the last turn predict nothing.
-        ends = np.cumsum([len(turn.ids) for turn in turns])
-        between = self.between[: max(len(turns) - 1, 0)]
+        ends = np.cumsum([len(turn.ids) for turn in turns]).tolist()
+        between = [found for found in zip(ends, self.between, strict=False) if found[0] < len(ids_T)]
+        appended = [(end, tokens.ids) for end, tokens in between if not tokens.is_rewrite]
         inserted = None
-        if any(map(len, between)):
-            before_N = np.repeat(ends[: len(between)], [len(ids) for ids in between]).astype(np.int32)
-            kept = before_N < len(ids_T)  # a last turn without tokens
-            inserted = InsertedTokens(ids_N=_joined(between, np.int32)[kept], before_N=before_N[kept])
+        if any(len(ids) for _, ids in appended):
+            before_N = np.repeat([end for end, _ in appended], [len(ids) for _, ids in appended]).astype(np.int32)
+            inserted = InsertedTokens(ids_N=_joined([ids for _, ids in appended], np.int32), before_N=before_N)
         student_ids = [turn.student_ids_TJ for turn in turns if turn.student_ids_TJ is not None]
         return Response(
             uid=self.prompt.uid,
@@ -81,13 +102,14 @@ class ConversationState:
             versions_T=_joined([turn.versions_T for turn in turns], np.int32),
             student_ids_TJ=np.concatenate(student_ids) if student_ids else None,
             inserted=inserted,
+            rewrites=tuple(Rewrite(before=end, context_ids=tokens.ids) for end, tokens in between if tokens.is_rewrite),
             transcript=Transcript(
                 messages=self.messages,
                 n_turns=len(turns),
                 end=end,
                 n_tool_calls=self.n_tool_calls,
                 n_tool_errors=self.n_tool_errors,
-                rewards=tuple(self.rewards),
+                step_rewards=tuple(self.rewards),
                 numbers=self.numbers,
                 environment_s=environment_s,
                 n_restarts=n_restarts,

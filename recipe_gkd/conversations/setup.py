@@ -9,7 +9,8 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import has_conversations
 from recipe_gkd.config.environments import TOOLS, EnvironmentSettings
 from recipe_gkd.conversations.pool import EnvironmentPool
-from recipe_gkd.conversations.template import TurnTemplate, describes
+from recipe_gkd.conversations.template import TurnTemplate
+from recipe_gkd.conversations.template_checks import check_teacher_prompt, check_template, describes_tools
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.errors import ConfigError
@@ -46,11 +47,14 @@ def check_turns(config: Config, data: PromptData, tokenizer: PreTrainedTokenizer
     if not has_conversations(config):
         return
     rollout, row = config.rollout, data.data_set[data.rows[0]]
-    turns = TurnTemplate(tokenizer, data.template)
+    turns = TurnTemplate(tokenizer, data.template, rollout.history, row.tools, row.where)
     may_call = rollout.tool_parser is not None
     roles = ["tool"] if rollout.tools else ["user", *(["tool"] if may_call else [])]
-    turns.check(row.prompt, row.tools, row.where, roles=roles, keeps=rollout.history == "keep")
-    if row.tools and not describes(row.prompt, turns, row.tools, row.where):
+    check_template(turns, row.prompt, roles)
+    first = data.prompt(0, 0)
+    if rollout.history == "rewrite" and first.teacher_ids is not None and isinstance(row.prompt, list):
+        check_teacher_prompt(turns, row.prompt, first.ids)
+    if row.tools and not describes_tools(turns, row.prompt):
         raise ConfigError(
             "the student's chat template does not describe tools, so the student cannot see them",
             remedy=f"use a model whose chat template describes tools, or describe them in the prompts and set {TOOLS} "

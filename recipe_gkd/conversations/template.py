@@ -2,8 +2,12 @@
 
 What the model sampled is never tokenized again. The template renders the conversation with a placeholder in place of
 the last assistant message, once without the new messages and once with them and the beginning of the next assistant
-message. The new tokens are those of the difference, and of what closes the assistant message behind the token with
-which the model ended it.
+message. The new tokens are what follows the placeholder in the second text, from the token on with which the model
+ended its message.
+
+A template may also write the conversation *before* the new messages in another way because of them, for example
+without the reasoning of earlier turns. ``rollout.history`` says what the student sees then: ``keep`` appends the new
+messages to the tokens as they are, and ``rewrite`` replaces all of them by the text that the template writes.
 """
 
 from __future__ import annotations
@@ -14,162 +18,125 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recipe_gkd.config.environments import ENVIRONMENT, HISTORY, TOOLS
+from recipe_gkd.config.schema.rollout import HistoryMode
 from recipe_gkd.data.messages import Message
-from recipe_gkd.data.tokenization import ChatTemplate, render_prompt
-from recipe_gkd.errors import ConfigError, DataError
+from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_prompt
+from recipe_gkd.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDER = "\N{SYMBOL FOR UNIT SEPARATOR}"
 """Content of the assistant message in the place of the sampled one. It is rendered, and never tokenized."""
-REASONING = f"<think>\n{PLACEHOLDER}\n</think>\n\n{PLACEHOLDER}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTurn:
+    """A turn of the student, and the conversation around it.
+
+    Attributes:
+        before: Messages before it.
+        message: The turn.
+        after: Messages after it, at least one.
+        end_id: Last token of the turn.
+    """
+
+    before: list[Message]
+    message: Message
+    after: Sequence[Message]
+    end_id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokens:
+    """Tokens before the next turn.
+
+    Attributes:
+        ids: Token ids, int32 [N].
+        is_rewrite: True if they replace all tokens of the conversation so far. False if they follow these.
+    """
+
+    ids: np.ndarray
+    is_rewrite: bool
 
 
 @dataclass(frozen=True)
 class TurnTemplate:
-    """Chat template of the student, between the turns of a conversation.
+    """Chat template of the student, between the turns of one conversation.
 
     Attributes:
         tokenizer: Tokenizer of the student.
         template: Settings of its chat template.
+        history: Treatment of templates that write earlier messages differently (``rollout.history``).
+        tools: Schemas of the tools that the template describes.
+        where: Row of the prompt, for error messages.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
+    history: HistoryMode
+    tools: Sequence[Any] | None
+    where: str
 
-    def between(
-        self,
-        prompt: list[Message],
-        assistant: Message,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None,
-        end_id: int,
-        where: str,
-    ) -> np.ndarray:
-        """Return the tokens between a sampled assistant message and the next one, int32 [N].
-
-        Args:
-            prompt: Messages of the prompt.
-            assistant: The sampled message.
-            messages: Messages that follow it.
-            tools: Schemas of the tools that the template describes.
-            end_id: Last token of the sampled message.
-            where: Row of the prompt, for error messages.
+    def next_tokens(self, turn: SampledTurn) -> NextTokens:
+        """Return the tokens between a sampled turn and the next one.
 
         Raises:
-            DataError: The template refuses the messages, or writes the prompt differently when others follow.
+            DataError: The template refuses the messages, or they cannot be appended to the sampled tokens.
         """
-        plain = [*prompt, {**assistant, "content": PLACEHOLDER}]
-        without = self._render(plain, tools, where, add_generation_prompt=False)
-        complete = self._render([*plain, *messages], tools, where, add_generation_prompt=True)
-        if not complete.startswith(without):
+        if self.history == "rewrite" and not self.appends(turn):
+            chat = [*turn.before, turn.message, *turn.after]
+            ids = tokenize_prompt(chat, self.tokenizer, self.where, template=self.template, tools=self.tools)
+            return NextTokens(ids=ids, is_rewrite=True)
+        text = self._text_between(turn)
+        ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        return NextTokens(ids=ids, is_rewrite=False)
+
+    def appends(self, turn: SampledTurn) -> bool:
+        """Return True if the template writes the messages up to the turn alike with and without those after it."""
+        so_far = [*turn.before, turn.message]
+        prompt, without = self.render(turn.before), self.render(so_far, add_generation_prompt=False)
+        return without.startswith(prompt) and self.render([*so_far, *turn.after]).startswith(without)
+
+    def _text_between(self, turn: SampledTurn) -> str:
+        plain: list[Message] = [*turn.before, {**turn.message, "content": PLACEHOLDER}]
+        without = self.render(plain, add_generation_prompt=False)
+        complete = self.render([*plain, *turn.after])
+        number, behind = without.count(PLACEHOLDER), without.rpartition(PLACEHOLDER)[2]
+        following = complete.split(PLACEHOLDER, number)[-1]
+        is_appended = 0 < number <= complete.count(PLACEHOLDER) and following.startswith(behind)
+        if not is_appended or (self.history == "refuse" and not complete.startswith(without)):
             raise DataError(
-                f"{where}: the chat template writes the turns before {messages[-1]['role']!r} differently when this "
-                "message follows, so it cannot be appended to the sampled tokens",
-                remedy="use another chat template, or turn off what removes parts of earlier turns",
+                f"{self.where}: the chat template writes the turns before {turn.after[-1]['role']!r} differently when "
+                "this message follows, so it cannot be appended to the sampled tokens",
+                remedy="set rollout.history=rewrite, or use another chat template",
             )
-        end = str(self.tokenizer.convert_ids_to_tokens(int(end_id)))
-        closing_at = without.rfind(end)
-        prefix = self._render(prompt, tools, where, add_generation_prompt=True)
-        if closing_at >= 0 and closing_at + len(end) > len(prefix):
-            closing = without[closing_at + len(end) :]
+        end = str(self.tokenizer.convert_ids_to_tokens(int(turn.end_id)))
+        if end in behind:
+            closing = behind.rpartition(end)[2]
         else:  # the model ended with a token that the template does not write
             empty: Message = {"role": "assistant", "content": PLACEHOLDER}
-            closing = self._render([*prompt, empty], tools, where, add_generation_prompt=False).rpartition(PLACEHOLDER)[
-                2
-            ]
-        text = closing + complete[len(without) :]
-        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+            text = self.render([*turn.before, empty], add_generation_prompt=False)
+            closing = text.rpartition(PLACEHOLDER)[2]
+        return closing + following[len(behind) :]
 
-    def _render(
-        self, messages: list[Message], tools: Sequence[Any] | None, where: str, *, add_generation_prompt: bool
-    ) -> str:
+    def render(self, messages: list[Message], *, add_generation_prompt: bool = True) -> str:
+        """Return the text of messages.
+
+        Args:
+            add_generation_prompt: True to add the beginning of the next assistant message.
+
+        Raises:
+            DataError: The template refuses them.
+        """
         return render_prompt(
             messages,
             self.tokenizer,
-            where,
+            self.where,
             template=self.template,
-            tools=tools,
+            tools=self.tools,
             add_generation_prompt=add_generation_prompt,
         )
-
-    def check(
-        self, prompt: str | list[Message], tools: Sequence[Any] | None, where: str, *, roles: Sequence[str], keeps: bool
-    ) -> None:
-        """Check that messages can be appended to a conversation, with the first prompt of the data.
-
-        Args:
-            prompt: Prompt of the row.
-            tools: Schemas of the tools.
-            roles: Roles of the messages that may follow an assistant message.
-            keeps: True if earlier turns keep what the template would remove from them.
-
-        Raises:
-            DataError: The prompt is text.
-            ConfigError: The template cannot append messages, or changes earlier turns.
-        """
-        if isinstance(prompt, str) or not getattr(self.tokenizer, "chat_template", None):
-            raise DataError(
-                f"{where}: conversations need prompts that are lists of messages, and a tokenizer with a chat template",
-                remedy="write the prompts as messages, and use a chat model, or set rollout.environment=null and "
-                "rollout.tools=[]",
-            )
-        for role in roles:
-            for content in (PLACEHOLDER, REASONING):
-                assistant: Message = {"role": "assistant", "content": content}
-                follow: Message = {"role": role, "content": PLACEHOLDER}
-                if role == "tool":
-                    call = {"name": "f", "arguments": {}}
-                    assistant["tool_calls"] = [{"id": "call00000", "type": "function", "function": call}]
-                    follow |= {"tool_call_id": "call00000", "name": "f"}
-                self._check_role(prompt, [assistant, follow], tools, where, keeps=keeps or content == PLACEHOLDER)
-
-    def _check_role(
-        self, prompt: list[Message], turn: list[Message], tools: Sequence[Any] | None, where: str, *, keeps: bool
-    ) -> None:
-        assistant, follow = turn
-        try:
-            without = self._render([*prompt, assistant], tools, where, add_generation_prompt=False)
-            complete = self._render([*prompt, *turn], tools, where, add_generation_prompt=True)
-        except DataError as error:
-            raise ConfigError(
-                f"the student's chat template refuses a message of the role {follow['role']!r} after an assistant "
-                f"message: {error.what}",
-                remedy="use a chat template with this role",
-                keys=(ENVIRONMENT, TOOLS),
-            ) from error
-        if complete.startswith(without):
-            return
-        if assistant["content"] == REASONING:
-            if keeps:
-                return
-            raise ConfigError(
-                f"the student's chat template removes the reasoning of earlier turns when a message of the role "
-                f"{follow['role']!r} follows, so a model that is used with it would see another conversation than the "
-                "one that is sampled and trained on",
-                remedy=f"set {HISTORY}=keep to keep the reasoning in the conversations of this run, or turn reasoning "
-                "off (data.apply_chat_template_kwargs)",
-                keys=(HISTORY,),
-            )
-        raise ConfigError(
-            f"the student's chat template writes an assistant message differently when a message of the role "
-            f"{follow['role']!r} follows it, so messages cannot be appended to sampled tokens",
-            remedy="use another chat template",
-            keys=(ENVIRONMENT, TOOLS),
-        )
-
-
-def describes(prompt: str | list[Message], turns: TurnTemplate, tools: Sequence[Any], where: str) -> bool:
-    """Return True if the chat template prints tools."""
-    if isinstance(prompt, str):
-        return False
-    with_tools, without = (
-        render_prompt(prompt, turns.tokenizer, where, template=turns.template, tools=each) for each in (tools, None)
-    )
-    return with_tools != without
 
 
 def cut(content: str, tokenizer: PreTrainedTokenizerBase, limit: int, side: str) -> str:

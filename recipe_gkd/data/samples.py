@@ -58,6 +58,19 @@ class InsertedTokens:
     before_N: np.ndarray
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rewrite:
+    """Place in a conversation where the chat template has changed its history (``rollout.history=rewrite``).
+
+    Attributes:
+        before: Index of the first response token behind it, from 1 to T - 1.
+        context_ids: All tokens before this one, int32 [P].
+    """
+
+    before: int
+    context_ids: np.ndarray
+
+
 ConversationEnd = Literal["stop", "length", "turns", "time", "failure"]
 """End of a conversation: by the environment, or because the student called no tool; at ``data.max_response_length``,
 ``rollout.max_turns`` or ``rollout.conversation_timeout_s``; by a failure of the environment."""
@@ -72,7 +85,7 @@ class Transcript:
         n_turns: Number of turns of the student.
         n_tool_calls: Number of tool calls.
         n_tool_errors: Number of tool calls that failed. The student saw their errors.
-        rewards: Rewards of the environment, in the order of the turns; empty without any.
+        step_rewards: Reward of the environment after each turn; None for a step without one.
         numbers: Other numbers of the environment, the latest of each name.
         environment_s: Time in calls of the environment, in seconds.
         n_restarts: Number of restarts because another conversation ended the process of the environment.
@@ -84,11 +97,22 @@ class Transcript:
     end: ConversationEnd
     n_tool_calls: int = 0
     n_tool_errors: int = 0
-    rewards: tuple[float, ...] = ()
+    step_rewards: tuple[float | None, ...] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)
     environment_s: float = 0.0
     n_restarts: int = 0
     failure: str = ""
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Rewards of the environment, in the order of the turns; empty without any."""
+        return tuple(reward for reward in self.step_rewards if reward is not None)
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """Reward of the environment for each turn, 0 for a turn without one."""
+        missing = (0.0,) * (self.n_turns - len(self.step_rewards))
+        return tuple(reward or 0.0 for reward in self.step_rewards) + missing
 
     @property
     def reward(self) -> float | None:
@@ -114,6 +138,8 @@ class Response:
             [T, J]; -1 for an id without probability. None if the support of the loss does not contain them, and after
             the teacher has scored the response.
         inserted: Tokens between the turns of a conversation. None in a response of one turn.
+        rewrites: Places where a conversation goes on from another history, ascending;
+            :func:`recipe_gkd.data.parts.parts_of` divides it there.
         transcript: Messages and numbers of a conversation. None without ``rollout.environment`` and ``rollout.tools``,
             and in the actor.
         prompt_ids: Prompt that the environment of the conversation has set, int32 [P]. None: the row's.
@@ -127,6 +153,7 @@ class Response:
     versions_T: np.ndarray
     student_ids_TJ: np.ndarray | None = None
     inserted: InsertedTokens | None = None
+    rewrites: tuple[Rewrite, ...] = ()
     transcript: Transcript | None = None
     prompt_ids: np.ndarray | None = None
 
@@ -138,12 +165,17 @@ class Response:
     @property
     def last_turn_ids(self) -> np.ndarray:
         """Token ids of the last turn, int32."""
-        first = 0 if self.inserted is None or not len(self.inserted.before_N) else int(self.inserted.before_N[-1])
-        return self.ids[first:]
+        starts = [rewrite.before for rewrite in self.rewrites]
+        if self.inserted is not None:
+            starts += self.inserted.before_N.tolist()
+        return self.ids[max(starts, default=0) :]
 
     @property
     def sequence_ids(self) -> np.ndarray:
-        """All tokens after the prompt, int32: the response tokens, and those inserted between them."""
+        """All tokens after the prompt, int32: the response tokens, and those inserted between them.
+
+        A conversation with :attr:`rewrites` is several sequences.
+        """
         if self.inserted is None:
             return self.ids
         return np.insert(self.ids, self.inserted.before_N, self.inserted.ids_N)
@@ -277,10 +309,13 @@ class Reward:
     Attributes:
         score: The reward. With several functions, the sum of their weighted scores.
         numbers: Other numbers by name, for metrics. With several functions, the score of each by its label.
+        turn_scores: Rewards of the turns of a conversation, of which ``score`` is the sum. Empty if it is a reward for
+            the whole conversation.
     """
 
     score: float
     numbers: Mapping[str, float] = field(default_factory=dict)
+    turn_scores: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +331,9 @@ class Sample:
             either.
         reward: Reward of the response. None if the reward function was not called.
         reward_numbers: Other numbers that the reward function returned, by name.
-        advantage: Advantage of the response among the responses to the same prompt. 0 without rewards.
+        turn_rewards: Rewards of all turns of the conversation. Empty if it has one reward.
+        advantage: Advantage of the response among the responses to the same prompt, or of each of its tokens, float32
+            [T]. 0 without rewards.
         baseline: Value subtracted from the token rewards log p - log q of ``k1``.
         scale: Divisor of the token rewards after the baseline is subtracted.
     """
@@ -308,7 +345,8 @@ class Sample:
     is_skipped: bool = False
     reward: float | None = None
     reward_numbers: Mapping[str, float] = field(default_factory=dict)
-    advantage: float = 0.0
+    turn_rewards: tuple[float, ...] = ()
+    advantage: float | np.ndarray = 0.0
     baseline: float = 0.0
     scale: float = 1.0
 
@@ -332,6 +370,8 @@ class Sample:
         if set(lengths.values()) != {rows}:
             listed = ", ".join(f"{length} {name}" for name, length in lengths.items())
             raise ValueError(f"sample {self.prompt.uid}: {rows} response tokens, {listed}; all must be equal")
+        if self.response.rewrites:
+            raise ValueError(f"sample {self.prompt.uid} is several sequences; divide it with parts_of")
         if (inserted := self.response.inserted) is not None:
             _check_inserted(inserted, rows, self.prompt.uid)
 

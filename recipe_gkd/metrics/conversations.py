@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from recipe_gkd.data.parts import by_response
 from recipe_gkd.data.samples import Response, Sample, Transcript
 from recipe_gkd.errors import ConversationError
 from recipe_gkd.rewards.reporting import mean_numbers
@@ -17,10 +18,10 @@ def conversation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     Raises:
         ConversationError: All of them have failed.
     """
-    of_samples = [(sample, found) for sample in samples if (found := sample.response.transcript) is not None]
-    if not of_samples:
+    of_responses = [parts for parts in by_response(samples) if parts[0].response.transcript is not None]
+    if not of_responses:
         return {}
-    transcripts = [found for _, found in of_samples]
+    transcripts = [found for parts in of_responses if (found := parts[0].response.transcript) is not None]
     failed = [found for found in transcripts if found.failure]
     if len(failed) == len(transcripts):
         raise ConversationError(
@@ -28,8 +29,8 @@ def conversation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             remedy="correct the environment",
             failures=len(failed),
         )
-    n_sampled = sum(len(sample.response.ids) for sample, _ in of_samples)
-    n_inserted = sum(sample.response.n_inserted for sample, _ in of_samples)
+    responses = [sample.response for parts in of_responses for sample in parts]
+    n_sampled, n_inserted = sum(len(part.ids) for part in responses), sum(part.n_inserted for part in responses)
     rewards = [found.reward for found in transcripts if found.reward is not None]
     metrics = {
         "conversation/turns_mean": _mean(transcripts, "n_turns"),
@@ -39,6 +40,7 @@ def conversation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "conversation/failures": float(len(failed)),
         "conversation/restarts": float(sum(found.n_restarts for found in transcripts)),
         "conversation/unfinished_fraction": float(np.mean([found.end != "stop" for found in transcripts])),
+        "conversation/sequences_mean": len(responses) / len(transcripts),
         "conversation/sampled_share": n_sampled / max(n_sampled + n_inserted, 1),
         "timing/environment_mean": _mean(transcripts, "environment_s"),
         "timing/environment_max": max(found.environment_s for found in transcripts),

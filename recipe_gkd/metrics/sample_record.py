@@ -61,10 +61,10 @@ class SampleRecord:
 
 
 def _ranges(uids: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the ranges of consecutive uids."""
+    """Yield the ranges of consecutive uids. The parts of a conversation have the same one."""
     first = last = uids[0]
     for uid in uids[1:]:
-        if uid != last + 1:
+        if uid not in (last, last + 1):
             yield [first, last]
             first = uid
         last = uid

@@ -12,6 +12,7 @@ import psutil
 
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
+from recipe_gkd.data.parts import by_response
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.metrics.advice.advice import Advisor
 from recipe_gkd.metrics.advice.measured_stages import WAITS
@@ -156,7 +157,7 @@ class StepMetrics:
 
 
 def describe(batch: ReadyBatch, responses_per_prompt: int = 1) -> dict[str, float]:
-    """Return statistics of the samples of a batch: lengths, staleness and rewards.
+    """Return statistics of the responses of a batch: lengths, staleness and rewards.
 
     Statistics of responses are over sampled responses. Reference responses are excluded.
 
@@ -173,10 +174,11 @@ def describe(batch: ReadyBatch, responses_per_prompt: int = 1) -> dict[str, floa
     sampled = [sample for sample in batch.samples if not sample.is_reference]
     if not sampled:
         return metrics
-    lengths = np.array([len(sample.response.ids) for sample in sampled])
-    truncated = np.array([sample.response.finish_reason == "length" for sample in sampled])
+    responses = [[sample.response for sample in parts] for parts in by_response(sampled)]
+    lengths = np.array([sum(len(part.ids) for part in parts) for parts in responses])
+    truncated = np.array([parts[-1].finish_reason == "length" for parts in responses])
     staleness = np.array(batch.staleness)[[not sample.is_reference for sample in batch.samples]]
-    versions = [sample.response.versions_T for sample in sampled]  # ascending
+    versions = [np.concatenate([part.versions_T for part in parts]) for parts in responses]  # ascending
     metrics |= {
         "response_seq_len/average": float(lengths.mean()),
         "response_seq_len/max": float(lengths.max()),
@@ -188,7 +190,7 @@ def describe(batch: ReadyBatch, responses_per_prompt: int = 1) -> dict[str, floa
             np.mean([len(versions_T) > 0 and versions_T[0] != versions_T[-1] for versions_T in versions])
         ),
     }
-    return metrics | _reward_statistics(sampled, responses_per_prompt)
+    return metrics | _reward_statistics([parts[0] for parts in by_response(sampled)], responses_per_prompt)
 
 
 def _reward_statistics(sampled: list[Sample], responses_per_prompt: int) -> dict[str, float]:

@@ -67,7 +67,9 @@ class BatchAssembler:
 
 
 def _with_reward(sample: Sample, reward: Reward | None) -> Sample:
-    return sample if reward is None else replace(sample, reward=reward.score, reward_numbers=reward.numbers)
+    if reward is None:
+        return sample
+    return replace(sample, reward=reward.score, reward_numbers=reward.numbers, turn_rewards=reward.turn_scores)
 
 
 class _ScoringRequests:

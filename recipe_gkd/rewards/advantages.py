@@ -6,13 +6,14 @@ returned unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from recipe_gkd.config.conditions import uses_group_baseline
 from recipe_gkd.config.schema import GkdConfig
+from recipe_gkd.data.parts import turns_T
 from recipe_gkd.data.samples import Sample
 
 EQUAL_REWARDS_RTOL = 1e-9
@@ -52,6 +53,10 @@ def with_advantages(samples: Sequence[Sample], responses_per_prompt: int, *, by_
     A response without a reward (``custom_reward_function.on_failure=skip``) has advantage 0 too, and the statistics of
     its group cover the other responses.
 
+    If the turns of a conversation of the group have rewards, each turn has its own advantage: its return, which is the
+    sum of the rewards from this turn on, takes the place of the reward, and the statistics are over the same turn of
+    the conversations, or over all turns of the group if no other conversation has this one.
+
     Args:
         samples: All samples of a batch.
         responses_per_prompt: Number of responses per prompt.
@@ -59,19 +64,50 @@ def with_advantages(samples: Sequence[Sample], responses_per_prompt: int, *, by_
     """
     prepared = list(samples)
     for group in _groups(samples, responses_per_prompt):
-        rewarded = {index: reward for index in group if (reward := samples[index].reward) is not None}
-        if not rewarded:
-            continue
-        indices, rewards = list(rewarded), np.array(list(rewarded.values()))
-        advantages = rewards - rewards.mean()
-        std = rewards.std(ddof=1) if len(indices) > 1 else 0.0
-        if std <= EQUAL_REWARDS_RTOL * np.abs(rewards).max():
-            advantages = np.zeros(len(indices))
-        elif by_std:
-            advantages /= std + STD_EPSILON
-        for index, advantage in zip(indices, advantages, strict=True):
-            prepared[index] = replace(samples[index], advantage=float(advantage))
+        rewarded = [index for index in group if samples[index].reward is not None]
+        returns = _returns({samples[index].prompt.uid: samples[index] for index in rewarded})
+        advantages = {
+            uid: np.array([_advantage(returns, uid, turn, by_std=by_std) for turn in range(len(of_turns))])
+            for uid, of_turns in returns.items()
+        }
+        n_turns_before: dict[int, int] = {}  # in the parts of a conversation before a sample
+        for index in rewarded:
+            sample = samples[index]
+            uid = sample.prompt.uid
+            turn_T = turns_T(sample.response) + n_turns_before.get(uid, 0)
+            if len(advantages[uid]) == 1:
+                prepared[index] = replace(sample, advantage=float(advantages[uid][0]))
+            elif len(turn_T):
+                prepared[index] = replace(sample, advantage=advantages[uid][turn_T].astype(np.float32))
+                n_turns_before[uid] = int(turn_T[-1]) + 1
     return prepared
+
+
+def _returns(responses: Mapping[int, Sample]) -> dict[int, np.ndarray]:
+    """Return the return of each turn of each response, float64; of one turn if no turns of the group have rewards.
+
+    Args:
+        responses: A sample of each response, by uid.
+    """
+    has_turns = any(sample.turn_rewards for sample in responses.values())
+    found = {}
+    for uid, sample in responses.items():
+        transcript = sample.response.transcript
+        n_turns = transcript.n_turns if has_turns and transcript is not None else 1
+        rewards = sample.turn_rewards or (*([0.0] * (n_turns - 1)), sample.reward or 0.0)
+        found[uid] = np.cumsum(np.array(rewards, np.float64)[::-1])[::-1]
+    return found
+
+
+def _advantage(returns: Mapping[int, np.ndarray], uid: int, turn: int, *, by_std: bool) -> float:
+    """Return the advantage of a turn among the turns of the group."""
+    values = np.array([of_turns[turn] for of_turns in returns.values() if len(of_turns) > turn])
+    if len(values) == 1:
+        values = np.concatenate(list(returns.values()))
+    std = values.std(ddof=1) if len(values) > 1 else 0.0
+    if std <= EQUAL_REWARDS_RTOL * np.abs(values).max():
+        return 0.0
+    return float((returns[uid][turn] - values.mean()) / (std + STD_EPSILON if by_std else 1.0))
 
 
 def with_baselines(samples: Sequence[Sample], responses_per_prompt: int) -> list[Sample]:
@@ -91,8 +127,11 @@ def with_baselines(samples: Sequence[Sample], responses_per_prompt: int) -> list
     for group in _groups(samples, responses_per_prompt):
         indices = [index for index in group if not samples[index].is_skipped]
         rewards = {index: _token_rewards(samples[index]) for index in indices}
+        uid_of = {index: samples[index].prompt.uid for index in indices}
         for index in indices:
-            others = np.concatenate([np.zeros(0), *(rewards[other] for other in indices if other != index)])
+            others = np.concatenate(
+                [np.zeros(0), *(rewards[other] for other in indices if uid_of[other] != uid_of[index])]
+            )
             if len(others):
                 scale = max(float(others.std()), MIN_SCALE_NATS) if len(others) > 1 else 1.0
                 prepared[index] = replace(samples[index], baseline=float(others.mean()), scale=scale)

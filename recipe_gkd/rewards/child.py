@@ -82,11 +82,11 @@ def serve(connection: Connection, stacks: int) -> None:
     """Load the functions, then score lists of items until the connection ends.
 
     The first message contains the settings. Its reply is a dict with properties of the functions, or the reason why one
-    is rejected and its index. Each later message is a list of items, dicts of the arguments of ``values_of``. The reply
-    to an item is its index in the list, its score and other numbers; or its index, a dict of the fields of
-    :class:`RewardFailure`, and None. After a failure the rest of the list is dropped if the settings have
-    ``stops_at_failure``. With ``async def`` functions the replies are in the order of completion, otherwise in the
-    order of the items.
+    is rejected and its index. Each later message is a list of items: pairs of a dict of the arguments of ``values_of``
+    and the number of turns. The reply to an item is its index in the list and the fields of its ``Result``; or its
+    index and a dict of the fields of :class:`RewardFailure`. After a failure the rest of the list is dropped if the
+    settings have ``stops_at_failure``. With ``async def`` functions the replies are in the order of completion,
+    otherwise in the order of the items.
     """
     settings = connection.recv()
     sys.path[:] = settings["sys_path"]
@@ -107,11 +107,11 @@ def serve(connection: Connection, stacks: int) -> None:
             while True:
                 runner.run(score_concurrently(connection, functions, connection.recv(), settings, stacks))
     while True:
-        for index, item in enumerate(connection.recv()):
+        for index, (item, n_turns) in enumerate(connection.recv()):
             values = binding.values_of(**item)
             found = [
-                user_child.call_within(settings["timeout_s"], stacks, score, function, function.arguments(values))
-                for function in functions
+                user_child.call_within(settings["timeout_s"], stacks, score, one, one.arguments(values), n_turns)
+                for one in functions
             ]
             if not send_result(connection, index, functions, found) and settings["stops_at_failure"]:
                 break
@@ -120,20 +120,20 @@ def serve(connection: Connection, stacks: int) -> None:
 async def score_concurrently(
     connection: Connection,
     functions: Sequence[Function],
-    items: Sequence[dict[str, Any]],
+    items: Sequence[tuple[dict[str, Any], int]],
     settings: dict[str, Any],
     stacks: int,
 ) -> None:
     """Score a list of items, ``max_concurrency`` at a time."""
     slots = asyncio.Semaphore(settings["max_concurrency"])
 
-    async def score_item(index: int, item: dict[str, Any]) -> tuple[int, list[Any]]:
+    async def score_item(index: int, item: dict[str, Any], n_turns: int) -> tuple[int, list[Any]]:
         async with slots:
             values = binding.values_of(**item)
-            calls = (score_async(one, one.arguments(values), settings["timeout_s"]) for one in functions)
+            calls = (score_async(one, one.arguments(values), n_turns, settings["timeout_s"]) for one in functions)
             return index, await asyncio.gather(*calls)
 
-    scoring = [asyncio.ensure_future(score_item(index, item)) for index, item in enumerate(items)]
+    scoring = [asyncio.ensure_future(score_item(index, *item)) for index, item in enumerate(items)]
     n_blocking = sum(not function.is_async for function in functions)  # called one after the other in the loop
     watch = asyncio.ensure_future(user_child.watch_loop(settings["timeout_s"] * max(1, n_blocking), stacks))
     try:
@@ -152,7 +152,7 @@ def send_result(connection: Connection, index: int, functions: Sequence[Function
     """Send the result of an item, and return True, or the first failure, and return False."""
     failure = next((one for one in found if isinstance(one, RewardFailure)), None)
     if failure is not None:
-        connection.send((index, vars(failure), None))
+        connection.send((index, vars(failure)))
         return False
     labels, weights = ([function.settings[name] for function in functions] for name in ("label", "weight"))
     scored = found[0] if labels == [""] else results.weighted_sum(found, labels, weights)
@@ -176,21 +176,23 @@ def load_function(number: int, one: dict[str, Any], settings: dict[str, Any], st
     return Function(number, call, bound, one, settings["reserved"], is_async)
 
 
-def score(function: Function, arguments: dict[str, Any]) -> Result | RewardFailure:
+def score(function: Function, arguments: dict[str, Any], n_turns: int) -> Result | RewardFailure:
     """Return the result of a call, or a failure."""
     try:
-        return parsed(function, function.call(**arguments))
+        return parsed(function, function.call(**arguments), n_turns)
     except BaseException as error:  # noqa: BLE001 - the user's function, or its result, may raise anything
         return RewardFailure("exception", "it raised", function.number, user_child.user_trace(error))
 
 
-async def score_async(function: Function, arguments: dict[str, Any], timeout_s: float) -> Result | RewardFailure:
+async def score_async(
+    function: Function, arguments: dict[str, Any], n_turns: int, timeout_s: float
+) -> Result | RewardFailure:
     """Return the result of a call, which is awaited if the function is asynchronous, or a failure."""
     if not function.is_async:
-        return score(function, arguments)
+        return score(function, arguments, n_turns)
     try:
         async with asyncio.timeout(timeout_s) as deadline:
-            return parsed(function, await function.call(**arguments))
+            return parsed(function, await function.call(**arguments), n_turns)
     except BaseException as error:  # as in score()
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -201,9 +203,9 @@ async def score_async(function: Function, arguments: dict[str, Any], timeout_s: 
         return RewardFailure("exception", "it raised", function.number, user_child.user_trace(error))
 
 
-def parsed(function: Function, returned: object) -> Result | RewardFailure:
+def parsed(function: Function, returned: object, n_turns: int) -> Result | RewardFailure:
     """Return the score and the numbers of a returned value, or a failure."""
-    result = results.parse_result(returned, function.reserved)
+    result = results.parse_result(returned, function.reserved, n_turns)
     return RewardFailure("result", result.reason, function.number) if isinstance(result, results.Rejection) else result
 
 

@@ -28,6 +28,7 @@ class RewardItem:
         ground_truth: Value of ``data.ground_truth_key``.
         extra: All other columns of the row. With conversations also :data:`CONVERSATION`.
         data_source: Value of column ``data.data_source_key``, None if the data has no such column.
+        n_turns: Number of turns of the conversation, 1 if there is none.
     """
 
     uid: int
@@ -37,6 +38,7 @@ class RewardItem:
     ground_truth: object
     extra: dict[str, Any]
     data_source: object
+    n_turns: int = 1
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -58,6 +60,7 @@ def conversation_fields(transcript: Transcript) -> dict[str, Any]:
         "tool_calls": transcript.n_tool_calls,
         "tool_errors": transcript.n_tool_errors,
         "rewards": list(transcript.rewards),
+        "turn_rewards": list(transcript.turn_rewards),
         "reward": transcript.reward,
         "info": dict(transcript.numbers),
         **({"failure": transcript.failure} if transcript.failure else {}),
@@ -126,6 +129,7 @@ class RewardItems:
             ground_truth=row.ground_truth,
             extra=extra,
             data_source=row.data_source,
+            n_turns=1 if transcript is None else transcript.n_turns,
         )
 
     def _refuse_nulls(self, rows: list[int]) -> None:

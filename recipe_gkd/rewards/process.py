@@ -112,9 +112,9 @@ class RewardProcess:
         found: dict[int, Reward | RewardError] = {}
         timeout_s = self._config.timeout_s * len(self._functions)  # each has its own deadline in the process
         try:
-            self._connection.send([item.arguments for item in items])
+            self._connection.send([(item.arguments, item.n_turns) for item in items])
             while len(found) < len(items):
-                index, score, other = self._receive(timeout_s)
+                index, score, *other = self._receive(timeout_s)
                 if isinstance(score, dict):  # the fields of a failure
                     function = self._functions[score["number"]].description
                     failure = _error(items[index], score["reason"], score["trace"], function=function)
@@ -123,7 +123,7 @@ class RewardProcess:
                         raise failure
                     found[index] = failure
                 else:
-                    found[index] = Reward(score, other)
+                    found[index] = Reward(score, *other)
         except (EOFError, OSError) as error:
             self.has_ended = True
             ended = self._end(timeout_s, error)

@@ -17,6 +17,7 @@ from recipe_gkd.config.conditions import has_recorded_references, uses_teacher
 from recipe_gkd.config.keys import TEACHER
 from recipe_gkd.config.support import Support
 from recipe_gkd.config.teachers import services
+from recipe_gkd.data.parts import parts_of
 from recipe_gkd.data.samples import Prompt, Response, Sample, StoredTopK, TeacherTopK
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.clock import now
@@ -208,9 +209,10 @@ class Teachers:
         ) from first
 
     async def score(self, pairs: Sequence[Pair], step: int) -> list[Sample]:
-        """Return the pairs with the teachers' top-k at every response position, in the same order.
+        """Return the samples of the pairs, with the teachers' top-k at every response position, in the same order.
 
-        The pairs of one teacher are one request. Two kinds of pairs are not scored: empty responses, and reference
+        A pair is one sample, or several if its conversation is divided (:func:`~recipe_gkd.data.parts.parts_of`).
+        The samples of one teacher are one request. Two kinds of pairs are not scored: empty responses, and reference
         responses with ``gkd.sft_target=data``. Positions from ``gkd.max_loss_position`` on are not scored either. In a
         run without a teacher no pair is scored.
 
@@ -221,22 +223,25 @@ class Teachers:
         Raises:
             TeacherError: A request failed, and `FailurePolicy` ends the run.
         """
-        by_source: defaultdict[tuple[int, bool], list[Pair]] = defaultdict(list)
-        for prompt, response in pairs:
+        parts = [part for pair in pairs for part in parts_of(*pair)]
+        by_source: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        for index, (prompt, response) in enumerate(parts):
             if self._needs_teacher(prompt, response):
-                by_source[self._routes.number_of(prompt.row), self._is_recorded(prompt)].append((prompt, response))
+                by_source[self._routes.number_of(prompt.row), self._is_recorded(prompt)].append(index)
         async with FirstErrorTaskGroup() as tasks:
             requests = [
-                tasks.start(self._send(number, request, step, is_recorded=is_recorded))
-                for (number, is_recorded), pairs_of_source in by_source.items()
-                for request in self._split(pairs_of_source)
+                (request, tasks.start(self._send(number, [parts[i] for i in request], step, is_recorded=is_recorded)))
+                for (number, is_recorded), indices in by_source.items()
+                for request in self._split(indices)
             ]
-            scored = {sample.prompt.uid: sample for request in requests for sample in await request}
-        return [scored.get(prompt.uid) or _unscored(prompt, response) for prompt, response in pairs]
+            scored = {
+                index: sample for request, task in requests for index, sample in zip(request, await task, strict=True)
+            }
+        return [scored.get(index) or _unscored(*part) for index, part in enumerate(parts)]
 
-    def _split(self, pairs: list[Pair]) -> list[list[Pair]]:
-        """Return one request per pair if failed samples are skipped, so that a failure loses no other sample."""
-        return [[pair] for pair in pairs] if self._skips else [pairs]
+    def _split(self, indices: list[int]) -> list[list[int]]:
+        """Return one request per sample if failed ones are skipped, so that a failure loses no other sample."""
+        return [[index] for index in indices] if self._skips else [indices]
 
     def _needs_teacher(self, prompt: Prompt, response: Response) -> bool:
         may_score = prompt.reference_ids is None or self._gkd.sft_target == "teacher"

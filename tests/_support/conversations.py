@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from recipe_gkd.config import Config
 from recipe_gkd.config.environments import EnvironmentSettings
@@ -24,6 +26,22 @@ from tests._support.repository import REPO
 
 TOKENIZER = load_attribute(str(REPO / "examples/calculator/conversations.py"), "build_tokenizer", key="")()
 FILE = environments.__file__
+QWEN3 = """{%- set last = namespace(query=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.query = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}
+{%- set parts = m.content.split('</think>') -%}
+{%- set reasoning = parts[0].split('<think>')[-1].strip('\\n') if parts | length > 1 else '' -%}
+{%- set content = parts[-1].lstrip('\\n') -%}
+{{- '<|' + m.role + '|>' -}}
+{%- if m.role != 'assistant' -%}{{- m.content -}}
+{%- elif loop.index0 > last.query and (loop.last or reasoning) -%}
+{{- '<think>\\n' + reasoning + '\\n</think>\\n\\n' + content -}}
+{%- else -%}{{- content -}}{%- endif -%}
+{%- for c in m.tool_calls or [] -%}{{- '<tool_call>' + c.function.arguments | tojson + '</tool_call>' -}}{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
+"""Template with the rules of Qwen3's for reasoning: it stands in turns behind the last message of a user only."""
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -40,7 +58,9 @@ def settings_of(*overrides: str) -> EnvironmentSettings:
     return EnvironmentSettings.of(configured(*overrides))
 
 
-def prompt_data(config: Config, *names: str, tools: Any = None) -> PromptData:
+def prompt_data(
+    config: Config, *names: str, tools: Any = None, tokenizer: PreTrainedTokenizerBase = TOKENIZER
+) -> PromptData:
     """Return a data set with one prompt ``1+1=`` for each name."""
     columns = {
         "prompt": [[{"role": "user", "content": "1+1="}] for _ in names],
@@ -49,12 +69,19 @@ def prompt_data(config: Config, *names: str, tools: Any = None) -> PromptData:
     }
     data_set = data_set_of(columns, config.data)
     data_set.default_tools = tools
-    return PromptData(data_set, config.data, TOKENIZER)
+    return PromptData(data_set, config.data, tokenizer)
 
 
 def prompts_of(data: PromptData, first_uid: int = 0) -> list[Prompt]:
     """Return one prompt for each row."""
     return [data.prompt(index, first_uid + index) for index in range(len(data))]
+
+
+def with_chat_template(text: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with another chat template."""
+    changed = copy.deepcopy(TOKENIZER)
+    changed.chat_template = text
+    return changed
 
 
 Student = Callable[[TurnRequest], str]

@@ -34,6 +34,15 @@ class Echo:
                 file.write("close\n")
 
 
+class Calling(Echo):
+    """Environment that answers tool calls as a tool, and other turns as a user."""
+
+    async def step(self, message: dict[str, Any], tool_calls: list[Any]) -> Any:
+        if not tool_calls:
+            return await super().step(message, tool_calls)
+        return [{"role": "tool", "content": "46", "tool_call_id": tool_calls[0]["id"]}]
+
+
 class Faulty(Echo):
     """Environment with a fault for the samples whose name is the name of a fault."""
 

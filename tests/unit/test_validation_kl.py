@@ -68,6 +68,28 @@ def test_kl_is_mean_over_scored_tokens_of_a_source(group_size: int, chunk_size: 
     assert kl.forward_per_response() == [None, 1, 2, 3, 4, 5, None]
 
 
+def test_parts_of_a_conversation_are_one_response() -> None:
+    """The sums of its sequences belong to one response, wherever they were measured."""
+
+    class Dividing(Workers):
+        async def score(self, group: Sequence[tuple[Prompt, Response]]) -> list[Sample]:
+            samples = await super().score(group)
+            return [part for sample in samples for part in (sample, sample)]
+
+        async def sum_kl(self, samples: Sequence[Sample]) -> list[dict[int, tuple[float, float]]]:
+            return [
+                {uid: (2 * forward, 2 * reverse) for uid, (forward, reverse) in of_rank.items()}
+                for of_rank in await super().sum_kl(samples)
+            ]
+
+    found = [
+        asyncio.run(measure_kl(PAIRS, KlStages(score=w.score, sum_kl=w.sum_kl), group_size=2, chunk_size=4))
+        for w in (Workers(), Dividing())
+    ]
+    np.testing.assert_array_equal(found[1].n_tokens_N, 2 * found[0].n_tokens_N)
+    np.testing.assert_array_equal(found[1].sums_ND, 2 * found[0].sums_ND)
+
+
 def test_failed_request_ends_the_measurement() -> None:
     failure, sizes = ConfigError("refused"), []
 

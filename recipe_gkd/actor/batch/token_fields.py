@@ -66,7 +66,7 @@ class TokenFields(Generic[A]):
         is_reference_T: True if the token belongs to a reference response of the data set, bool.
         is_current_T: True if the actor's present weights sampled the token, bool.
         rewards_T: Reward of the response, float32; NaN without a reward.
-        advantages_T: Advantage of the response, float32; see :class:`~recipe_gkd.data.samples.Sample`.
+        advantages_T: Advantage of the response or of its turn, float32; see :class:`~recipe_gkd.data.samples.Sample`.
         baselines_T: Baseline of the response, float32.
         scales_T: Scale of the response, float32.
         data_weights_T: Weight of the token from a column of the data (``gkd.position_weights_key``), float32.
@@ -89,7 +89,9 @@ class TokenFields(Generic[A]):
     rewards_T: A = field(
         metadata=_of_sample(np.float32, lambda sample: np.nan if sample.reward is None else sample.reward)
     )
-    advantages_T: A = field(metadata=_of_sample(np.float32, lambda sample: sample.advantage))
+    advantages_T: A = field(
+        metadata=_of_tokens(np.float32, lambda sample, _: np.broadcast_to(sample.advantage, len(sample.response.ids)))
+    )
     baselines_T: A = field(metadata=_of_sample(np.float32, lambda sample: sample.baseline))
     scales_T: A = field(metadata=_of_sample(np.float32, lambda sample: sample.scale))
     data_weights_T: A = field(

@@ -69,5 +69,7 @@ def kl_sums(updater: Updater, gkd: GkdConfig, samples: Sequence[Sample], step: i
         forward, reverse = (
             np.bincount(index_T, report["sums"][name].double().cpu().numpy()) for name in (_FORWARD, _REVERSE)
         )
-        found |= {int(uid): (float(forward[i]), float(reverse[i])) for i, uid in enumerate(uids)}
+        for uid, *sums in zip(uids.tolist(), forward.tolist(), reverse.tolist(), strict=True):
+            before = found.get(uid, (0.0, 0.0))  # another part of the same conversation
+            found[uid] = before[0] + sums[0], before[1] + sums[1]
     return found

@@ -81,7 +81,7 @@ def _call(
     if has_conversations(config):
         text = tokenizer.decode(ids_T.tolist())
         transcript = Transcript(
-            messages=[{"role": "assistant", "content": text}], n_turns=1, end="stop", rewards=(0.0,)
+            messages=[{"role": "assistant", "content": text}], n_turns=1, end="stop", step_rewards=(0.0,)
         )
         response = replace(response, transcript=transcript)
     section = replace(config.custom_reward_function, num_workers=1, on_failure="fail")

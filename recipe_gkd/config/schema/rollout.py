@@ -38,7 +38,7 @@ from recipe_gkd.config.schema.unused import (
 RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
 WeightTransport = Literal["auto", "collective", "ipc"]
 SleepLevel = Literal[0, 1, 2]
-HistoryMode = Literal["refuse", "keep"]
+HistoryMode = Literal["refuse", "keep", "rewrite"]
 TruncateSide = Literal["left", "right", "middle"]
 EnvironmentFailureMode = Literal["fail", "truncate", "skip"]
 MismatchBound = Annotated[float | None, BeforeValidator(lambda value: 0.0 if value == "auto" else value)]
@@ -196,8 +196,9 @@ class RolloutPoolConfig:
         unused=[NO_CONVERSATIONS],
     )
     history: HistoryMode = key(
-        "If the chat template removes parts of earlier turns, such as reasoning. `refuse`: the run does not start. "
-        "`keep`: they stay in the conversation.",
+        "If the chat template changes earlier turns when messages follow, for example removes their reasoning. "
+        "`refuse`: the run does not start. `keep`: earlier turns stay in the conversation as they were sampled. "
+        "`rewrite`: the student sees what the template writes, and the turns after a change are a separate sample.",
         unused=[NO_CONVERSATIONS],
     )
     max_turns: int = key(

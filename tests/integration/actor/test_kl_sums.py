@@ -48,13 +48,15 @@ def first_tokens(sample: Sample, n: int) -> Sample:
 
 @pytest.fixture(scope="module")
 def measured() -> list[Sample]:
-    """Return samples of which one is skipped and one has scores at its first tokens only."""
+    """Return samples of which one is skipped and one has scores at its first tokens only. Two have the same uid."""
     samples = make_batch(0, skipped=(1,))
     number = next(
         number for number, sample in enumerate(samples) if number != 1 and len(sample.response.ids) > N_SCORED
     )
     whole = samples[number]
     samples[number] = replace(whole, teacher=first_tokens(whole, N_SCORED).teacher.extended(len(whole.response.ids)))
+    last, uid = samples[-1], samples[0].prompt.uid  # parts of one conversation
+    samples[-1] = replace(last, prompt=replace(last.prompt, uid=uid), response=replace(last.response, uid=uid))
     return samples
 
 
@@ -62,15 +64,17 @@ def measured() -> list[Sample]:
 def expected(measured: list[Sample], folders: dict[str, Path]) -> dict[int, list[float]]:
     """Return the sums of forward and reverse KL of each sample in float64."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.float64)
-    found = {}
+    found: dict[int, list[float]] = {}
     for sample in without_empty(measured):
         scored = first_tokens(sample, int(sample.teacher.is_scored_T.sum()))
-        found[sample.prompt.uid] = [0.0, 0.0]
+        sums = found.setdefault(sample.prompt.uid, [0.0, 0.0])
         if len(scored.response.ids):
             with torch.no_grad():
                 logits_TV = response_logits(model, scored.token_ids, len(scored.prompt.ids))
             divergences = (Divergence(kind=kind, tail="bucket") for kind in ("forward_kl", "reverse_kl"))
-            found[sample.prompt.uid] = [divergence_of(scored, logits_TV, each).sum().item() for each in divergences]
+            sums[:] = (
+                a + divergence_of(scored, logits_TV, b).sum().item() for a, b in zip(sums, divergences, strict=True)
+            )
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,19 +40,40 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
     return output
 
 
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a student that calls the calculator in many of its conversations."""
+    folder = tmp_path_factory.mktemp("calculator")
+    models = [sys.executable, "examples/calculator/models.py", str(folder)]
+    run([*models, "--teacher-steps", "1", "--student-steps", "150"], folder)
+    return folder
+
+
 @pytest.mark.timeout(2 * PATIENCE_S)
-def test_student_that_teaches_itself_has_no_loss_in_any_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("history", ["refuse", "rewrite"])
+def test_student_that_teaches_itself_has_no_loss_in_any_turn(student: Path, tmp_path: Path, history: str) -> None:
     """Rows of the teacher, log-probabilities of the engine and logits of the actor belong to the same tokens."""
-    models = [sys.executable, "examples/calculator/models.py", str(tmp_path)]
-    run([*models, "--teacher-steps", "1", "--student-steps", "150"], tmp_path)
-    teacher = f"actor_rollout_ref.teacher.model_path={tmp_path}/student"
+    folder = shutil.copytree(student, tmp_path / history)
+    if history == "rewrite":
+        template = folder / "student/chat_template.jinja"
+        # Calls of earlier turns are not shown.
+        written = template.read_text()
+        template.write_text(
+            written.replace("message['tool_calls'] or []", "(message['tool_calls'] or [] if loop.last else [])")
+        )
+        assert template.read_text() != written
+    teacher = f"actor_rollout_ref.teacher.model_path={folder}/student"
     command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-path", "examples/calculator"]
-    run([*command, "--config-name", "calculator", *EXACT, teacher], tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    run([*command, "--config-name", "calculator", *EXACT, teacher, f"rollout.history={history}"], folder)
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2
     for metrics in lines:
         assert metrics["conversation/turns_mean"] > 1.2 and metrics["conversation/failures"] == 0
-        assert 0.5 < metrics["conversation/sampled_share"] < 1
+        if history == "rewrite":  # no turn follows from the tokens of the one before it
+            assert metrics["conversation/sequences_mean"] == metrics["conversation/turns_mean"]
+            assert metrics["training/samples"] == 32 * metrics["conversation/turns_mean"]
+        else:
+            assert metrics["conversation/sequences_mean"] == 1 and 0.5 < metrics["conversation/sampled_share"] < 1
         assert abs(metrics["actor/kl_loss"]) < 1e-5
         assert metrics["actor/rollout_probs_diff_max"] < 1e-4
         assert metrics["actor/n_tokens"] == pytest.approx(32 * metrics["response_seq_len/average"])

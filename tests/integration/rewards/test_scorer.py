@@ -190,6 +190,20 @@ class TestSeveralFunctions:
         assert [reward.score for reward in found] == [1.5, 2.5, 3.5]
         assert found[1].numbers == {"exact": 1.0, "exact/even": 0.0, "grader": 3.0}
 
+    def test_turns_have_scores(self, tmp_path: Path) -> None:
+        (tmp_path / "other").mkdir()
+        path = reward_file(tmp_path, "return {'turn_scores': [0.5] * int(response)}")
+        functions = {
+            "turns": RewardFunctionEntry(path=str(path)),
+            "whole": RewardFunctionEntry(path=str(reward_file(tmp_path / "other", "return 3")), weight=2.0),
+        }
+        items = [item(n, str(n), n_turns=n) for n in (1, 3)]
+        found = rewards_of(None, items, functions=functions)
+        assert [reward.turn_scores for reward in found] == [(6.5,), (0.5, 0.5, 6.5)]
+        assert [reward.score for reward in found] == [6.5, 7.5]
+        with raises(RewardError, uid=2, kind="result"):
+            score(path, [item(2, "2", n_turns=3)])
+
     def test_errors_name_the_function(self, tmp_path: Path) -> None:
         path = reward_file(tmp_path, "return 1")
         broken = tmp_path / "broken.py"

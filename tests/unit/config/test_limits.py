@@ -274,11 +274,12 @@ def call_async_function(config: Config, name: str) -> None:
     settings = {"kwargs": {}, "label": "", "weight": 1.0}
     function = child.Function(0, compute_score, {"response": "response"}, settings, (), True)
     limits_of_calls = {"max_concurrency": config.custom_reward_function.max_concurrency, "timeout_s": 60.0}
-    items = [{"prompt": "", "response": str(n), "ground_truth": "", "extra": {}, "data_source": ""} for n in range(3)]
+    item = {"prompt": "", "ground_truth": "", "extra": {}, "data_source": ""}
+    items = [(item | {"response": str(n)}, 1) for n in range(3)]
     driver, process = Pipe()
     with driver, process:
         asyncio.run(child.score_concurrently(process, [function], items, limits_of_calls, stacks=2))
-        assert sorted(driver.recv() for _ in items) == [(n, float(n), {}) for n in range(3)]
+        assert sorted(driver.recv() for _ in items) == [(n, float(n), {}, ()) for n in range(3)]
 
 
 def count_failures(config: Config, _: str) -> None:

@@ -20,8 +20,10 @@ from virtual_time import run
 from recipe_gkd.conversations.context import ConversationContext
 from recipe_gkd.conversations.open_batch import Batch
 from recipe_gkd.conversations.stage import ConversationStage
+from recipe_gkd.conversations.template import NextTokens
 from recipe_gkd.data.batches import PromptBatch
 from recipe_gkd.data.messages import Message
+from recipe_gkd.data.parts import by_response, parts_of
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import Row
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
@@ -32,7 +34,8 @@ from recipe_gkd.pipeline.stages import PipelineStages
 from recipe_gkd.rollout.turns import Turn, TurnRequest
 from tests._support.conversations import TOKENIZER, configured, prompt_data, turn_of
 
-BETWEEN = np.array([21, 22], np.int32)
+BETWEEN = NextTokens(ids=np.array([21, 22], np.int32), is_rewrite=False)
+HISTORY = NextTokens(ids=np.array([2, 21, 21, 21, 22], np.int32), is_rewrite=True)
 
 
 class FakePool:
@@ -67,12 +70,17 @@ class FakeSession:
 
 
 class Context(ConversationContext):
-    """Context that tokenizes in the event loop, because virtual time cannot wait for threads."""
+    """Context that tokenizes in the event loop, because virtual time cannot wait for threads.
+
+    Its template rewrites the history before some turns.
+    """
+
+    rng: random.Random
 
     async def tokens_between(
-        self, data: PromptData, row: Row, prompt: list[Message], turn: Turn, messages: list[Message]
-    ) -> tuple[list[Message], np.ndarray]:
-        return messages, BETWEEN
+        self, data: PromptData, row: Row, before: list[Message], turn: Turn, messages: list[Message]
+    ) -> tuple[list[Message], NextTokens]:
+        return messages, HISTORY if self.rng.random() < 0.3 else BETWEEN
 
 
 class Simulation:
@@ -82,7 +90,9 @@ class Simulation:
         self.rng, self.data, self.deaths = random.Random(seed), data, deaths
         self.pool: Any = FakePool(self.rng)
         config = configured("rollout.environment=x.py:X", "rollout.max_turns=20")
-        self.stage = ConversationStage(Context(config, TOKENIZER, self.pool))
+        context = Context(config, TOKENIZER, self.pool)
+        context.rng = self.rng
+        self.stage = ConversationStage(context)
         self.slots = [asyncio.Semaphore(n_slots) for _ in range(n_replicas)]
         self.n_calls, self.n_replaced, self.version = 0, 0, 0
         self.contexts: dict[int, list[list[int]]] = {}
@@ -109,7 +119,8 @@ class Simulation:
         await asyncio.sleep(self.rng.uniform(0, 1))
         return [
             Sample(prompt=prompt, response=response, teacher=TeacherTopK.absent(len(response.ids)))
-            for prompt, response in group
+            for pair in group
+            for prompt, response in parts_of(*pair)
         ]
 
     async def sync(self, version: int) -> dict[str, float]:
@@ -168,19 +179,24 @@ def test_every_conversation_is_trained_on_once_with_all_its_turns(
         inflight_update=inflight and bound > 0,
     )
     samples = run(train(simulation, config, 4, batch_size))
-    assert sorted(sample.prompt.uid for sample in samples) == list(range(4 * batch_size))
+    conversations = by_response(samples)
+    assert [parts[0].prompt.uid for parts in conversations] == list(range(4 * batch_size))
     assert not simulation.stage._open and not simulation.pool.n_open and simulation.outside == 0
     assert simulation.least_free >= 0
     assert set(simulation.pool.resets.values()) == {1} and len(simulation.pool.resets) == 4 * batch_size
-    for sample in samples:
-        transcript, ids = sample.response.transcript, sample.token_ids.tolist()
+    for parts in conversations:
+        transcript, contexts = parts[0].response.transcript, iter(simulation.contexts[parts[0].prompt.uid])
         assert transcript is not None and transcript.end == "stop"
-        assert len(sample.response.ids) == 3 * transcript.n_turns
-        assert sample.response.n_inserted == 2 * (transcript.n_turns - 1)
-        contexts = simulation.contexts[sample.prompt.uid]
-        assert len(contexts) == transcript.n_turns  # no turn was sampled twice
-        assert all(context == ids[: len(context)] for context in contexts)
-        assert (np.diff(sample.response.versions_T) >= 0).all()
+        assert sum(len(part.response.ids) for part in parts) == 3 * transcript.n_turns
+        n_inserted = sum(part.response.n_inserted for part in parts)
+        assert n_inserted == 2 * (transcript.n_turns - len(parts))
+        for number, part in enumerate(parts):
+            assert part.prompt.ids.tolist() == (HISTORY.ids.tolist() if number else [2, 3])
+            ids, n_turns = part.token_ids.tolist(), len(part.response.ids) // 3
+            for turn in range(n_turns):  # each turn was sampled from the tokens before it
+                assert next(contexts) == ids[: len(part.prompt.ids) + 5 * turn]
+        assert next(contexts, None) is None  # no turn was sampled twice
+        assert (np.diff(np.concatenate([part.response.versions_T for part in parts])) >= 0).all()
 
 
 DATA = prompt_data(configured("rollout.environment=x.py:X"), "a")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from recipe_gkd.config import Config
 from recipe_gkd.config.environments import EnvironmentSettings
@@ -17,6 +18,7 @@ from recipe_gkd.conversations.context import ConversationContext
 from recipe_gkd.conversations.open_batch import Batch
 from recipe_gkd.conversations.pool import EnvironmentPool
 from recipe_gkd.conversations.stage import ConversationStage, SendTurns
+from recipe_gkd.data.parts import parts_of
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Response, Sample, TeacherTopK
 from recipe_gkd.errors import ConversationError, WorkerDied
@@ -25,6 +27,7 @@ from recipe_gkd.rewards.items import RewardItems
 from recipe_gkd.rollout.turns import Turn, TurnRequest
 from tests._support.conversations import (
     FILE,
+    QWEN3,
     TOKENIZER,
     all_of,
     configured,
@@ -33,6 +36,7 @@ from tests._support.conversations import (
     scripted,
     text_of,
     turn_of,
+    with_chat_template,
 )
 from tests._support.errors import raises
 from tests._support.waiting import PATIENCE_S
@@ -52,18 +56,19 @@ def run(
     send: SendTurns,
     *names: str,
     config: Config | None = None,
+    tokenizer: PreTrainedTokenizerBase = TOKENIZER,
     times: list[ConversationStage] | None = None,
 ) -> tuple[dict[int, Response], PromptData]:
     """Run the conversations of one prompt for each name."""
     config = config or configured(*overrides)
 
     async def main(pool: EnvironmentPool) -> tuple[dict[int, Response], PromptData]:
-        stage = ConversationStage(ConversationContext(config, TOKENIZER, pool))
+        stage = ConversationStage(ConversationContext(config, tokenizer, pool))
         outside: list[int] = []
         stage.on_outside = outside.append
         if times is not None:
             times.append(stage)
-        data = prompt_data(config, *names, tools=pool.tools or None)
+        data = prompt_data(config, *names, tools=pool.tools or None, tokenizer=tokenizer)
         async with asyncio.timeout(PATIENCE_S):
             found = await all_of(stage, data, send)
         assert sum(outside) == 0 and set(outside) <= {1, -1} and not stage._open
@@ -98,6 +103,36 @@ class TestTokens:
             for request in of_sample:  # the context of a turn is the beginning of the whole sequence
                 assert request.prompt.ids.tolist() == sequence[: len(request.prompt.ids)].tolist()
                 assert request.max_tokens == 200 - (len(request.prompt.ids) - len(prompt.ids))
+
+    def test_rewritten_conversation_is_divided_where_its_history_changes(self) -> None:
+        """Each turn is sampled from what the template writes, and in a sequence with it."""
+        requests: list[TurnRequest] = []
+        turns = ["<think>1</think>2", f"<think>1</think>{call('12+34')}", "<think>3</think>4", "0"]
+        config = configured(
+            f"rollout.environment={FILE}:Calling", "rollout.tool_parser=hermes", "rollout.history=rewrite"
+        )
+        tokenizer = with_chat_template(QWEN3)
+        send = scripted(lambda request: turns[request.number], requests)
+        found, data = run((), send, "a", config=config, tokenizer=tokenizer)
+        prompt, response = prompts_of(data)[0], found[0]
+        parts = parts_of(prompt, response)
+        assert response.transcript is not None and response.transcript.n_turns == 4
+        messages = [*data.data_set[0].prompt, *response.transcript.messages]  # type: ignore[misc]
+        n_before = [1, 3, 7]  # the second part has a tool call, whose result changes nothing
+        assert len(parts) == 3
+        for (context, part), n in zip(parts, n_before, strict=True):
+            expected = tokenizer.apply_chat_template(messages[:n], add_generation_prompt=True, return_dict=False)
+            assert context.ids.tolist() == expected
+            Sample(prompt=context, response=part, teacher=TeacherTopK.absent(len(part.ids)))
+        sampled = [turns[:1], turns[1:3], turns[3:]]
+        for (_, part), of_part in zip(parts, sampled, strict=True):
+            assert part.ids.tolist() == TOKENIZER("".join(f"{turn}<|end|>" for turn in of_part))["input_ids"]
+        contexts = [request.prompt.ids.tolist() for request in requests]
+        assert [contexts[0], contexts[1], contexts[3]] == [context.ids.tolist() for context, _ in parts]
+        second = np.concatenate([parts[1][0].ids, parts[1][1].sequence_ids]).tolist()
+        assert second[: len(contexts[2])] == contexts[2]
+        with pytest.raises(ValueError, match="several sequences"):
+            Sample(prompt=prompt, response=response, teacher=TeacherTopK.absent(len(response.ids)))
 
     def test_conversation_of_one_turn_is_a_plain_response(self) -> None:
         found, _ = run(TOOLS, replica("47"), "a")

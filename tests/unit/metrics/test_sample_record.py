@@ -29,6 +29,13 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
 
 
+def test_parts_of_a_conversation_are_one_sample(tmp_path: Path) -> None:
+    samples = batch(1, version=1)
+    with SampleRecord(tmp_path, 0, responses_per_prompt=2) as record:
+        record.write(2, [samples[0], *samples, samples[-1]])
+    assert lines(tmp_path)[0]["uids"] == [[4, 4], [6, 7]]
+
+
 def test_line_has_uids_rows_and_staleness(tmp_path: Path) -> None:
     with SampleRecord(tmp_path, 0, responses_per_prompt=2) as record:
         record.write(2, batch(1, version=1))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pipeline_stages import BatchTimes, Pools, Stages
 from virtual_time import run
 
+from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.metrics.loggers.loggers import Loggers
-from recipe_gkd.metrics.steps import StepMetrics, span
+from recipe_gkd.metrics.steps import StepMetrics, describe, span
 from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.pipeline.pipeline import Pipeline
 from tests._support.base_config import base_config
+from tests._support.tiny_models import make_samples
 
 N_STEPS = 4
 
@@ -80,3 +83,17 @@ def test_idle_fraction_of_a_teacher_without_service_ignores_the_number_of_worker
     teacher = "actor_rollout_ref.teacher"
     line = train(tmp_path, f"{teacher}.backend=hf", f"{teacher}.model_path=x", f"{teacher}.n_server_workers=2")[1]
     assert line["perf/idle_teacher"] == pytest.approx(1 - 1 / 6.5)
+
+
+def test_lengths_and_rewards_are_of_whole_conversations() -> None:
+    """A conversation that is divided into two sequences is one response."""
+    first, second, other = (replace(sample, reward=1.0) for sample in make_samples(3))
+    lengths = [len(sample.response.ids) for sample in (first, second, other)]
+    uid, part = first.prompt.uid, second.response
+    second = replace(second, prompt=replace(second.prompt, uid=uid), response=replace(part, uid=uid))
+    other = replace(other, reward=0.0, response=replace(other.response, finish_reason="length"))
+    metrics = describe(ReadyBatch(step=0, epoch=0.0, dispatched_at=0.0, samples=[first, second, other]))
+    assert metrics["response_seq_len/max"] == max(lengths[0] + lengths[1], lengths[2])
+    assert metrics["response_seq_len/average"] == sum(lengths) / 2
+    assert metrics["response_seq_len/truncated_fraction"] == 0.5
+    assert metrics["reward/mean"] == 0.5 and metrics["training/samples"] == 3

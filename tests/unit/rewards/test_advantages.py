@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
+from recipe_gkd.data.samples import InsertedTokens, Prompt, Response, Sample, TeacherTopK, Transcript
 from recipe_gkd.rewards.advantages import with_advantages, with_baselines
 
 NO_IDS = np.zeros(0, np.int32)
@@ -87,6 +87,54 @@ class TestWithAdvantages:
         groups = [sample(0, 1.0), sample(1), sample(2, 3.0), sample(3), sample(4), sample(5)]
         found = [one.advantage for one in with_advantages(groups, 3, by_std=False)]
         assert found == [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def of_conversation(
+    uid: int, n_tokens: list[int], turn_rewards: tuple[float, ...] = (), reward: float | None = None
+) -> Sample:
+    """Return a sequence of a conversation with tokens between its turns, of ``n_tokens`` each."""
+    n_all = max(len(n_tokens), len(turn_rewards))
+    one = sample(uid, sum(turn_rewards) if turn_rewards else reward, n_unscored=sum(n_tokens))
+    before_N = np.cumsum(n_tokens)[:-1].astype(np.int32)
+    inserted = InsertedTokens(ids_N=np.zeros_like(before_N), before_N=before_N) if len(before_N) else None
+    transcript = Transcript(messages=[], n_turns=n_all, end="stop")
+    response = replace(one.response, inserted=inserted, transcript=transcript)
+    return replace(one, response=response, turn_rewards=turn_rewards)
+
+
+class TestTurns:
+    def test_advantage_of_a_turn_is_that_of_its_return(self) -> None:
+        group = [of_conversation(0, [1, 2], (1.0, 2.0)), of_conversation(1, [2, 1], (0.0, 1.0))]
+        found = [one.advantage for one in with_advantages(group, 2, by_std=False)]
+        # Returns: 3, 2 and 1, 1.
+        np.testing.assert_allclose(found[0], [1.0, 0.5, 0.5])
+        np.testing.assert_allclose(found[1], [-1.0, -1.0, -0.5])
+
+    def test_turn_that_no_other_conversation_has_is_compared_with_all(self) -> None:
+        group = [of_conversation(0, [1, 1, 1], (0.0, 0.0, 3.0)), of_conversation(1, [1], (1.0,))]
+        found = [one.advantage for one in with_advantages(group, 2, by_std=False)]
+        np.testing.assert_allclose(found[0], [1.0, 3 - 2.5, 3 - 2.5])  # all returns: 3, 3, 3, 1
+        assert found[1] == -1.0
+
+    def test_reward_of_a_whole_conversation_is_the_return_of_each_turn(self) -> None:
+        group = [of_conversation(0, [1, 1], (0.0, 2.0)), of_conversation(1, [1, 1], reward=1.0)]
+        found = [one.advantage for one in with_advantages(group, 2, by_std=False)]
+        np.testing.assert_allclose(found[0], [0.5, 0.5])
+        np.testing.assert_allclose(found[1], [-0.5, -0.5])
+
+    def test_parts_of_a_conversation_have_the_turns_in_order(self) -> None:
+        parts = [of_conversation(0, [1, 2], (1.0, 2.0, 4.0)), of_conversation(0, [2], (1.0, 2.0, 4.0))]
+        other = of_conversation(1, [1, 1, 1], (0.0, 0.0, 0.0))
+        found = [one.advantage for one in with_advantages([*parts, other], 2, by_std=False)]
+        np.testing.assert_allclose(found[0], [3.5, 3.0, 3.0])
+        np.testing.assert_allclose(found[1], [2.0, 2.0])
+
+    def test_conversation_of_several_parts_counts_once(self) -> None:
+        """Neither the mean of the rewards nor a baseline contains a conversation more often, or itself."""
+        parts = [sample(0, 1.0, token_rewards=[1.0]), sample(0, 1.0, token_rewards=[9.0])]
+        group = [*parts, sample(1, 2.0, token_rewards=[3.0, 5.0])]
+        assert [one.advantage for one in with_advantages(group, 2, by_std=False)] == [-0.5, -0.5, 0.5]
+        assert [one.baseline for one in with_baselines(group, 2)] == [4.0, 4.0, 5.0]
 
 
 class TestWithBaselines:
