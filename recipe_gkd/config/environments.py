@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ from recipe_gkd.runtime.user_code import split_spec
 
 ENVIRONMENT = key_name(lambda config: config.rollout.environment)
 TOOLS = key_name(lambda config: config.rollout.tools)
+PYTHON = key_name(lambda config: config.rollout.environment_python)
 PARSER = key_name(lambda config: config.rollout.tool_parser)
 HISTORY = key_name(lambda config: config.rollout.history)
+MIN_PYTHON = (3, 11)
+VERSION_TIMEOUT_S = 60.0
 _EXPECTED_CLASS = "a Python file that defines a class with reset(row) and step(message, tool_calls)"
 _EXPECTED_TOOL = "a Python file that defines this function, with type hints and an Args section in its docstring"
 
@@ -30,19 +35,21 @@ class EnvironmentSettings:
         kwargs: Arguments of its constructor.
         tools: File and name of each function.
         timeout_s: Deadline of a call.
+        python: Path of the interpreter. None for the same one.
     """
 
     environment: Mapping[str, str] | None
     kwargs: Mapping[str, Any]
     tools: tuple[Mapping[str, str], ...]
     timeout_s: float
+    python: str | None = None
 
     @classmethod
     def of(cls, config: Config) -> EnvironmentSettings:
         """Return the settings of a configuration with conversations.
 
         Raises:
-            ConfigError: A file does not exist, or a value is not ``FILE.py:Name``.
+            ConfigError: A file does not exist, a value is not ``FILE.py:Name``, or the interpreter cannot be used.
         """
         rollout = config.rollout
         environment = None
@@ -54,6 +61,7 @@ class EnvironmentSettings:
             kwargs=dict(rollout.environment_kwargs),
             tools=tools,
             timeout_s=rollout.environment_timeout_s,
+            python=None if rollout.environment_python is None else _interpreter(rollout.environment_python),
         )
 
     def load_error(self, number: int, reason: str) -> ConfigError:
@@ -78,6 +86,35 @@ def _location(spec: str, key: str, example: str, expected: str) -> dict[str, str
     if not file.is_file():
         raise ConfigError(f"{key}={spec}: {file} is no file; expected {expected}", keys=(key,))
     return {"path": str(file), "name": name}
+
+
+def _interpreter(path: str) -> str:
+    """Return the absolute path of an interpreter that can run environments. Links are kept: they lead to a venv.
+
+    Raises:
+        ConfigError: It is no executable file, or no Python of at least version 3.11.
+    """
+    file, expected = Path(path).absolute(), f"expected the path of a Python of at least {_version_text(MIN_PYTHON)}"
+    remedy = f"give the interpreter of a virtual environment, such as {PYTHON}=/venvs/mine/bin/python, or null"
+    if not (file.is_file() and os.access(file, os.X_OK)):
+        raise ConfigError(f"{PYTHON}={path}: {file} is no executable file; {expected}", remedy=remedy, keys=(PYTHON,))
+    command = [str(file), "-I", "-c", "import sys; print(*sys.version_info[:2])"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=True
+        )
+        version = tuple(map(int, done.stdout.split()))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        what = f"{PYTHON}={path}: it does not print its version: {type(error).__name__}: {error}; {expected}"
+        raise ConfigError(what, remedy=remedy, keys=(PYTHON,)) from error
+    if version < MIN_PYTHON:
+        what = f"{PYTHON}={path} is Python {_version_text(version)}; {expected}"
+        raise ConfigError(what, remedy=remedy, keys=(PYTHON,))
+    return str(file)
+
+
+def _version_text(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
 
 
 def conversation_problems(config: Config) -> Iterator[ConfigError]:

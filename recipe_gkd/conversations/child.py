@@ -247,6 +247,8 @@ class Worker:
                     raise CallFailed("0", f"its {spec['name']} has no method {method}")
             if (problem := _bind_problem(environment, settings["kwargs"])) is not None:
                 raise CallFailed("0", f"rollout.environment_kwargs={settings['kwargs']} does not fit it: {problem}")
+            if (setup := getattr(environment, "setup_process", None)) is not None:
+                self._set_up(setup)
             create = partial(environment, **settings["kwargs"])
             tools = [self._schema(tool, 0) for tool in getattr(environment, "tools", None) or []]
             return Loaded(create, tools)
@@ -267,16 +269,27 @@ class Worker:
         assert callable(found)
         return found
 
+    def _set_up(self, setup: Callable[..., Any]) -> None:
+        """Call the ``setup_process`` of an environment, which may set its ``tools``."""
+        settings = self._settings
+        try:
+            user_child.call_within(settings["load_timeout_s"], self._stacks, partial(setup, **settings["kwargs"]))
+        except BaseException as error:
+            raise CallFailed("0", f"its setup_process raised:\n{user_child.user_trace(error)}") from error
+
     def _schema(self, tool: Any, number: int) -> dict[str, Any]:
         """Return the JSON schema of a tool, which may be a function."""
         if isinstance(tool, dict):
             return tool
-        from transformers.utils import get_json_schema  # reads type hints and the docstring
-
+        name = getattr(tool, "__name__", repr(tool))
+        try:
+            from transformers.utils import get_json_schema  # reads type hints and the docstring
+        except ImportError as error:
+            what = f"the schema of {name} cannot be read: {error}. Install transformers for {sys.executable}"
+            raise CallFailed(str(number), what) from error
         try:
             return dict(get_json_schema(tool))
         except Exception as error:
-            name = getattr(tool, "__name__", repr(tool))
             raise CallFailed(
                 str(number),
                 f"{name} has no schema that a chat template could describe: {type(error).__name__}: {error}. Give each "
@@ -319,7 +332,8 @@ def serve(to_driver: int, stacks: int, others: Sequence[int]) -> None:
     while len(content) < framing.length_of(header):
         content += file.read(framing.length_of(header) - len(content))
     settings = framing.unpack(content)
-    sys.path[:] = settings["sys_path"]
+    if settings["sys_path"] is not None:  # another interpreter keeps its own packages
+        sys.path[:] = settings["sys_path"]
     try:
         worker = Worker(settings, marking.Marks(others[0]), stacks)
     except CallFailed as failure:

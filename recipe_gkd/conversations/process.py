@@ -77,7 +77,9 @@ class EnvironmentProcess:
         self._keys = memoryview(self._map).cast("q")
         for slot in range(len(self._keys)):
             self._keys[slot] = -1
-        self._process = UserProcess(Path(__file__).with_name("child.py"), [self._marks.fileno()])
+        self._process = UserProcess(
+            Path(__file__).with_name("child.py"), [self._marks.fileno()], python=settings.python
+        )
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
         self._connection: asyncio.Future[asyncio.StreamWriter] | None = None
@@ -90,7 +92,7 @@ class EnvironmentProcess:
             "tools": settings.tools,
             "timeout_s": settings.timeout_s,
             "load_timeout_s": LOAD_TIMEOUT_S,
-            "sys_path": UserProcess.import_path(),
+            "sys_path": UserProcess.import_path() if settings.python is None else None,
         }
         with suppress(ConnectionError):  # If the process has died, wait_loaded reports the reason.
             self._process.socket.sendall(framing.pack(values))
@@ -101,7 +103,8 @@ class EnvironmentProcess:
         Raises:
             ConfigError: A file cannot be used.
         """
-        deadline = time.monotonic() + LOAD_TIMEOUT_S * max(1, len(self._settings.tools)) + KILL_MARGIN_S
+        # An environment is imported, and then sets up the process.
+        deadline = time.monotonic() + LOAD_TIMEOUT_S * max(2, len(self._settings.tools)) + KILL_MARGIN_S
         try:
             length = framing.length_of(self._read_exactly(framing.LENGTH_BYTES, deadline))
             reply = framing.unpack(self._read_exactly(length, deadline))

@@ -65,12 +65,13 @@ class UserProcess:
         socket: Connection to the process.
     """
 
-    def __init__(self, program: Path, others: Sequence[int] = ()) -> None:
+    def __init__(self, program: Path, others: Sequence[int] = (), *, python: str | None = None) -> None:
         """Start the process.
 
         Args:
             program: Python file.
             others: Further file descriptors for the process.
+            python: Path of the interpreter. None for the same one.
         """
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self.socket, child_end = socket.socketpair()
@@ -80,7 +81,7 @@ class UserProcess:
                 descriptors = child_end.fileno(), self._stacks.fileno(), stderr, *others
                 self._process = subprocess.Popen(
                     # -u: the process is killed in the end, which would lose buffered output.
-                    [sys.executable, "-P", "-u", str(program), *map(str, descriptors)],
+                    [python or sys.executable, "-P", "-u", str(program), *map(str, descriptors)],
                     stdin=subprocess.DEVNULL,
                     stderr=self._stacks,  # until the interpreter has started
                     pass_fds=descriptors,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib.util
 import os
 import time
 from pathlib import Path
@@ -151,3 +152,26 @@ def unreadable() -> dict[object, object]:
 
 def undescribed(x):
     return x
+
+
+class Prepared(Echo):
+    """Environment that finds its tools when its process starts."""
+
+    tools: list[Any] = []  # noqa: RUF012 - setup_process sets it
+
+    @classmethod
+    def setup_process(cls, name: str) -> None:
+        if name == "raises":
+            raise KeyError("the shop is closed")
+        cls.tools = [{"type": "function", "function": {"name": name}}]
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+
+
+class Interpreter(Echo):
+    """Environment that returns a variable and the modules of its interpreter."""
+
+    async def step(self, message: dict[str, Any], tool_calls: list[Any]) -> Any:
+        has_numpy = importlib.util.find_spec("numpy") is not None
+        return {"role": "user", "content": f"{os.environ.get('INTERPRETER')} numpy={has_numpy}"}

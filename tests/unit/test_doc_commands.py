@@ -23,6 +23,7 @@ import pytest
 from recipe_gkd.__main__ import COMMANDS
 from recipe_gkd.commands.arguments import config_parser
 from recipe_gkd.config.load import read_config
+from recipe_gkd.conversations.adapters.verifiers_environment import make_parser as make_adapter_parser
 from teacher.__main__ import make_parser
 from tests._support.base_config import REQUIRED
 from tests._support.repository import REPO
@@ -113,15 +114,20 @@ def check_fuzz(_: list[str], words: list[str]) -> None:
     assert (REPO / "tests/fuzz/__main__.py").is_file() and words[0] in ("pytest", "tests.fuzz")
 
 
+def check_adapter(_: list[str], words: list[str]) -> None:
+    make_adapter_parser().parse_intermixed_args(words)
+
+
 RULES: dict[str, tuple[str, Callable[[list[str], list[str]], None]]] = {
     "training": (r"\S*python3? -m recipe_gkd\.main_gkd ", check_training),
     "command": (r"(?:\S*python3? -m recipe_gkd|recipe-gkd) (?=[a-z])", check_command),
     "teacher": (r"\S*python3? -m teacher ", check_teacher),
     "keys": (r"\S*python3? -m recipe_gkd\.config", nothing),
     "script": (r"(?:bash |sbatch )?(?=(?:launch|teacher)/\w+\.(?:sh|sbatch))", check_script),
-    "pip": (r"(?:python -m )?pip install ", check_pip),
+    "pip": (r"(?:python -m |/venvs/\S+/)?pip install ", check_pip),
     "file": (r"\S*python3? (?=benchmarks/|docs/examples/|examples/)", check_file),
     "fuzz": (r"\S*python3? -m (?=pytest tests/fuzz |tests\.fuzz )", check_fuzz),
+    "adapter": (r"\S*python3? '\$ADAPTER' ", check_adapter),
     "system": (
         r"(?:python3\.\d+ -m venv|source|export|ray|scp|cp|install|systemctl|kubectl|docker|pre-commit|mv|'\(sed'"
         r"|vllm serve|curl|python -m vllm\.\S+) ",

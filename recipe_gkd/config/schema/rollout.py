@@ -21,7 +21,7 @@ from recipe_gkd.config.limits import (
     MIN_TIMEOUT_S,
     Temperature,
 )
-from recipe_gkd.config.schema.fields import STRICT, SourcePath, key, null_to_list, timeout
+from recipe_gkd.config.schema.fields import STRICT, SourcePath, UserPath, key, null_to_list, timeout
 from recipe_gkd.config.schema.unused import (
     FAILED_CONVERSATION_ENDS_RUN,
     GREEDY,
@@ -185,6 +185,11 @@ class RolloutPoolConfig:
     environment_kwargs: dict[str, Any] = key(
         "Arguments of the constructor of the environment. Command line: `rollout.environment_kwargs.level=2`.",
         unused=[NO_ENVIRONMENT],
+    )
+    environment_python: UserPath | None = key(
+        "Python interpreter of the processes that run environments and tools, at least 3.11: the path of the "
+        "executable, for packages that do not fit the installation of this project. null: the same as this one.",
+        unused=[NO_CONVERSATIONS],
     )
     tools: Annotated[list[SourcePath], BeforeValidator(_as_list)] = key(
         "Functions that the student can call: `[FILE.py:function, ...]`. Type hints and docstring describe them to "

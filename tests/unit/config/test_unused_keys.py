@@ -89,6 +89,7 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
 # Values of keys whose default selects nothing.
 VALUES = {
     "rollout.environment_kwargs": "{level: 2}",
+    "rollout.environment_python": "python3.11",
     "rollout.tool_parser": "hermes",
     "rollout.max_tool_response_length": "1024",
     "rollout.conversation_timeout_s": "9",
