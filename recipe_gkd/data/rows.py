@@ -194,7 +194,6 @@ class DataSet(Sequence[Row]):
     Attributes:
         name: Name of the data set, for messages.
         columns: Names of all columns. A row of a file without one of them has no value there.
-        default_tools: Tools of rows that have none (``rollout.tools``). Set them before a row is read.
     """
 
     def __init__(self, stored: Sequence[StoredRows], config: DataConfig, name: str) -> None:
@@ -213,9 +212,19 @@ class DataSet(Sequence[Row]):
         self._starts = [0, *accumulate(map(len, stored))]
         self._selected: np.ndarray | None = None
         self._tools: ColumnPath | None = None
-        self.default_tools: Tools | None = None
+        self._default_tools: Tools | None = None
         if (key := config.tools_key) is not None:
             self._tools = self.find(key, setting="data.tools_key", purpose="with the tools of each prompt")
+
+    @property
+    def default_tools(self) -> Tools | None:
+        """Tools of rows that have none (``rollout.tools``)."""
+        return self._default_tools
+
+    @default_tools.setter
+    def default_tools(self, tools: Tools | None) -> None:
+        self._default_tools = tools
+        self.__dict__.pop("_row_columns", None)  # computed again with the tools
 
     @cached_property
     def _row_columns(self) -> RowColumns:

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -166,6 +166,15 @@ def generate(
         prompts: Token ids of each prompt.
         sampling: Settings of sampling.
     """
+    n = sampling.n
+    each = [replace(sampling, seed=sampling.seed + index * n) for index in range(len(prompts))]
+    return generate_each(engine, list(zip(prompts, each, strict=True)))
+
+
+def generate_each(
+    engine: LLM, requests: Sequence[tuple[Sequence[int] | np.ndarray, OfflineSampling]]
+) -> list[list[Generated]]:
+    """Return the responses to token ids that have their own settings, whose seed is that of the prompt."""
     from vllm import SamplingParams, TokensPrompt
 
     params = [
@@ -174,14 +183,13 @@ def generate(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
-            seed=None if sampling.temperature == 0 else sampling.seed + index * sampling.n,
+            seed=None if sampling.temperature == 0 else sampling.seed,
             detokenize=False,
         )
-        for index in range(len(prompts))
+        for _, sampling in requests
     ]
-    tokens = [TokensPrompt(prompt_token_ids=[int(token) for token in prompt]) for prompt in prompts]
-    requests = engine.generate(tokens, params, use_tqdm=False)
+    tokens = [TokensPrompt(prompt_token_ids=[int(token) for token in prompt]) for prompt, _ in requests]
     return [
         [Generated(np.asarray(out.token_ids, np.int32), str(out.finish_reason)) for out in request.outputs]
-        for request in requests
+        for request in engine.generate(tokens, params, use_tqdm=False)
     ]

@@ -12,10 +12,12 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from recipe_gkd.commands.arguments import command_parser
+from recipe_gkd.commands.data.rollouts import describe_rollouts
 from recipe_gkd.config.compose import compose_config
 from recipe_gkd.config.keys import MODEL_PATH
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.schema import DataConfig
+from recipe_gkd.conversations.setup import open_environments
 from recipe_gkd.data.prompts import ignores_tools
 from recipe_gkd.data.rows import DataSet, Row, read_data_set
 from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_prompt
@@ -33,6 +35,7 @@ DESCRIPTION = """Show a data set as a training run would read it. Neither Ray no
 python -m recipe_gkd data inspect FILE [actor_rollout_ref.model.path=FOLDER] [data.prompt_key=question ...]
 
 Prints columns, and with a model: lengths in tokens, rows that would be dropped, and a prompt after the chat template.
+With --rollout N the model answers N prompts in a vLLM engine, with the tools or the environment of the configuration.
 """
 SHOWN_CHARS = 60
 SHOWN_IDS = 64
@@ -48,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         Exit status: 0 if a run could read the data, 1 after an error.
     """
     try:
-        for line in _report(make_parser().parse_args(argv)):
+        for line in _report(make_parser().parse_intermixed_args(argv)):
             print(line)
     except Exception as error:  # noqa: BLE001 - the command prints one error instead of a traceback
         print(f"error: {as_known_error(error, 'data inspect')}", file=sys.stderr)
@@ -60,7 +63,14 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = command_parser("data inspect", DESCRIPTION)
     parser.add_argument("--row", type=int, default=0, help="row whose prompt is shown, from 0 on")
-    parser.usage = "%(prog)s FILE [--row ROW] [--config-name NAME] [--config-dir FOLDER] [key=value ...]"
+    parser.add_argument(
+        "--rollout",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also sample a response, or a conversation, for N rows from --row on, and show the part of each token",
+    )
+    parser.usage = "%(prog)s FILE [--row ROW] [--rollout N] [--config-name NAME] [--config-dir FOLDER] [key=value ...]"
     return parser
 
 
@@ -82,7 +92,11 @@ def _report(arguments: argparse.Namespace) -> Iterator[str]:
         return
     model_config = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(find_model(model_config.path), trust_remote_code=model_config.trust_remote_code)
-    yield from describe_prompts(data_set, config.data, tokenizer, arguments.row)
+    with open_environments(config, data_set) as pool:  # their tools are in the prompts
+        yield from describe_prompts(data_set, config.data, tokenizer, arguments.row)
+        if arguments.rollout > 0:
+            rows = range(len(data_set))[arguments.row : arguments.row + arguments.rollout]
+            yield from describe_rollouts(config, data_set, rows, tokenizer, pool)
 
 
 def _names_model(arguments: argparse.Namespace, overrides: Sequence[str]) -> bool:

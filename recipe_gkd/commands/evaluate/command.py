@@ -6,10 +6,8 @@ import argparse
 import asyncio
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,10 +18,12 @@ import recipe_gkd.commands.evaluate as package
 from recipe_gkd.commands.arguments import DTYPES
 from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, render
 from recipe_gkd.commands.model_folder import model_folder
+from recipe_gkd.commands.sampled_responses import SampledModel, sample_responses
 from recipe_gkd.config import Config
 from recipe_gkd.config.compose import compose_config
 from recipe_gkd.config.conditions import has_reward
 from recipe_gkd.config.load import to_config
+from recipe_gkd.conversations.setup import check_turns, open_environments
 from recipe_gkd.data.messages import Message
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import read_data_set
@@ -32,20 +32,11 @@ from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.model_files import load_tokenizer
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
-from recipe_gkd.rewards.items import decode_for_people
+from recipe_gkd.rewards.items import CONVERSATION, conversation_fields, decode_for_people
 from recipe_gkd.rewards.reporting import raw_field, reward_fields, scores_PN
-from recipe_gkd.rollout.offline_engine import (
-    Generated,
-    OfflineEngineOptions,
-    OfflineSampling,
-    generate,
-    limit_to_model,
-    prepare_environment,
-    vllm_engine,
-)
+from recipe_gkd.rollout.offline_engine import OfflineEngineOptions, OfflineSampling, prepare_environment
 from recipe_gkd.runtime.json_lines import json_line
 from recipe_gkd.validation import read_sources
-from teacher.common.fingerprint import count_ids
 from teacher.common.sizes import GIB
 
 if TYPE_CHECKING:
@@ -143,20 +134,17 @@ def evaluate(
     prepare_environment()
     tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
     data_set = read_data_set(config.data.val_files, config.data, NAME, config.data.val_max_samples)
-    data = PromptData(data_set, config.data, tokenizer)
-    factory = _item_factory(data, config, tokenizer, scorer)  # before the engine starts, because it may raise an error
-    longest = max(map(len, data.ids)) + sampling.max_tokens
-    options = replace(options, max_model_len=limit_to_model(longest, folder))
-    with vllm_engine(folder, options, n_tokens=count_ids(tokenizer)) as engine:
-        started = time.monotonic()
-        generated = generate(engine, data.ids, sampling)
-        seconds = time.monotonic() - started
-    responses = [_response(one, uid) for uid, one in enumerate(one for several in generated for one in several)]
+    with open_environments(config, data_set) as pool:
+        data = PromptData(data_set, config.data, tokenizer)
+        check_turns(config, data, tokenizer)
+        factory = _item_factory(data, config, tokenizer, scorer)  # before the engine starts: it may raise an error
+        model = SampledModel(folder=folder, tokenizer=tokenizer, data=data, config=config)
+        responses, seconds = sample_responses(model, pool, sampling, options)
     pairs = [(data.prompt(response.uid // sampling.n, response.uid), response) for response in responses]
     sources = dict(zip(data.rows, read_sources(data_set, data.rows), strict=True))
     items = [factory.build_item(prompt, response) for prompt, response in pairs] if factory is not None else []
     skips = config.custom_reward_function.skip_special_tokens
-    texts = [str(tokenizer.decode(response.ids.tolist(), skip_special_tokens=skips)) for response in responses]
+    texts = [str(tokenizer.decode(one.last_turn_ids.tolist(), skip_special_tokens=skips)) for one in responses]
     prompts = [(sources[prompt.row], prompt.row, data_set[prompt.row].prompt) for prompt, _ in pairs]
     records: list[Record] = [
         _record(str(folder), *prompts[index], texts[index], items[index].ground_truth if items else None, response)
@@ -169,7 +157,10 @@ def evaluate(
         sources=list(sources.values()),
         rows=data.rows,
         rewards_PN=None if rewards is None else scores_PN(rewards, sampling.n),
-        numbers=[{} if reward is None else reward.numbers for reward in rewards or ()],
+        numbers=[
+            _numbers_of(response) | (dict(reward.numbers) if reward is not None else {})
+            for response, reward in zip(responses, rewards or [None] * len(responses), strict=True)
+        ],
         lengths_PN=np.array([len(response.ids) for _, response in pairs], np.float64).reshape(-1, sampling.n),
         truncated_PN=np.array([r.finish_reason == "length" for _, r in pairs], np.float64).reshape(-1, sampling.n),
         seconds=seconds,
@@ -189,6 +180,7 @@ def _record(
         **reward_fields(None),
         "response_len": len(response.ids),
         "finish_reason": response.finish_reason,
+        **({} if response.transcript is None else {CONVERSATION: conversation_fields(response.transcript)}),
     }
 
 
@@ -226,16 +218,15 @@ def _item_factory(
     )
 
 
-def _response(generated: Generated, uid: int) -> Response:
-    n = len(generated.ids)
-    return Response(
-        uid=uid,
-        ids=generated.ids,
-        logprobs=np.zeros(n, np.float32),
-        finish_reason="length" if generated.finish_reason == "length" else "stop",
-        weights_version=0,
-        versions_T=np.zeros(n, np.int32),
-    )
+def _numbers_of(response: Response) -> dict[str, float]:
+    """Return the numbers of a conversation for the table; empty for a single turn."""
+    transcript = response.transcript
+    if transcript is None:
+        return {}
+    found: dict[str, Any] = {"turns": transcript.n_turns, "tool calls": transcript.n_tool_calls}
+    if transcript.reward is not None:
+        found["reward of the environment"] = transcript.reward
+    return {name: float(value) for name, value in found.items()} | dict(transcript.numbers)
 
 
 def build_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
@@ -325,7 +316,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="All keys: python -m recipe_gkd.config",
     )
     add = parser.add_argument
-    add("folders", nargs="+", metavar="FOLDER | key=value", help="model folders, and keys of the section data")
+    add(
+        "folders",
+        nargs="+",
+        metavar="FOLDER | key=value",
+        help="model folders, and keys of the sections data and rollout",
+    )
     add("--data", required=True, metavar="FILE", help="file with the prompts")
     add(
         "--reward",

@@ -80,6 +80,32 @@ def test_student_that_teaches_itself_has_no_loss_in_any_turn(student: Path, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_commands_sample_conversations(student: Path, tmp_path: Path) -> None:
+    """``evaluate`` and ``data inspect --rollout`` execute the calls of the student."""
+    keys = ["rollout.tools=[examples/calculator/tools.py:calculator]", "rollout.tool_parser=hermes"]
+    lengths = ["data.max_prompt_length=16", "data.max_response_length=40", "data.ground_truth_key=ground_truth"]
+    command = [sys.executable, "-m", "recipe_gkd"]
+    data, responses = str(student / "held_out.parquet"), tmp_path / "responses.jsonl"
+    files = ["--data", data, "--reward", "examples/calculator/reward.py", "--responses", str(responses)]
+    small = ["--cpu-cache-gb", "0.1", "--dtype", "float32"]
+    run([*command, "evaluate", str(student / "student"), *files, *small, *keys, *lengths], tmp_path)
+    found = [json.loads(line) for line in responses.read_text().splitlines()]
+    with_tool = [one for one in found if one["conversation"]["n_turns"] > 1]
+    assert len(with_tool) > 0.2 * len(found)
+    for one in with_tool:
+        first, result, *_ = one["conversation"]["messages"]
+        [call] = first["tool_calls"]
+        if not result["content"].startswith("error"):
+            expected = sum(map(int, call["function"]["arguments"]["expression"].split("+")))
+            assert result["content"] == str(expected)
+    model = f"actor_rollout_ref.model.path={student}/student"
+    shown = run([*command, "data", "inspect", data, model, *keys, *lengths, "--row", "1", "--rollout", "8"], tmp_path)
+    assert [f"response to row {row}: " in shown for row in range(10)] == [False, *[True] * 8, False]
+    assert "  added" in shown and "<|tools|><|user|>" in shown
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3 * PATIENCE_S)
 def test_student_learns_to_call_the_calculator(tmp_path: Path) -> None:
     ports = {"PROXY_FRONTEND_PORT": str(free_port()), "PROXY_BACKEND_PORT": str(free_port())}
