@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ from recipe_gkd.conversations.pool import EnvironmentPool
 from recipe_gkd.conversations.stage import ConversationStage
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.errors import ConfigError
 from recipe_gkd.rollout.offline_engine import (
     Generated,
     OfflineEngineOptions,
@@ -30,7 +33,7 @@ from recipe_gkd.rollout.offline_engine import (
 from recipe_gkd.rollout.sampling import request_seed, stop_token_ids
 from recipe_gkd.rollout.turns import Turn, TurnRequest
 from recipe_gkd.rollout.vllm.tool_calls import MessageParser
-from recipe_gkd.runtime.threads import in_thread
+from recipe_gkd.runtime.threads import start_in_thread
 from teacher.common.fingerprint import count_ids
 
 if TYPE_CHECKING:
@@ -70,7 +73,18 @@ def sample_responses(
     """
     config, data, may_replace_prompts = model.config, model.data, model.config.rollout.environment is not None
     longest = config.data.max_prompt_length if may_replace_prompts else max(map(len, data.ids))
-    options = replace(options, max_model_len=limit_to_model(longest + sampling.max_tokens, model.folder))
+    max_len = limit_to_model(longest + sampling.max_tokens, model.folder)
+    options = replace(options, max_model_len=max_len)
+    if pool is not None and max_len - longest < sampling.max_tokens:
+        # A turn beyond the positions of the model would be an error of the engine.
+        if max_len <= longest:
+            raise ConfigError(
+                f"{model.folder} has {max_len} positions, and the longest prompt {longest} tokens",
+                remedy="shorten the prompts, or lower data.max_prompt_length",
+                keys=("data.max_prompt_length",),
+            )
+        lengths = replace(config.data, max_response_length=max_len - longest)
+        model = replace(model, config=replace(config, data=lengths))
     with vllm_engine(model.folder, options, n_tokens=count_ids(model.tokenizer)) as engine:
         started = time.monotonic()
         if pool is not None:
@@ -91,6 +105,10 @@ def _conversations(
     return asyncio.run(_converse(stage, _Replica(engine, sampling, parser), data, prompts))
 
 
+GENERATION_END_S = 60.0
+"""Time that the engine has to complete its turns after an error or Ctrl-C. It must not be shut down before."""
+
+
 async def _converse(
     stage: ConversationStage, replica: _Replica, data: PromptData, prompts: Sequence[Prompt]
 ) -> list[Response]:
@@ -101,6 +119,7 @@ async def _converse(
             found |= {response.uid: response for response in responses}
     finally:
         await stage.close()
+        await replica.close()
     return [found[prompt.uid] for prompt in prompts]
 
 
@@ -111,6 +130,7 @@ class _Replica:
         self._engine, self._sampling, self._parser = engine, sampling, parser
         self._waiting: list[tuple[TurnRequest, asyncio.Future[Turn]]] = []
         self._turn = asyncio.Lock()
+        self._generation: Future[list[Turn]] | None = None
 
     async def send(self, requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
         """Yield the turns."""
@@ -120,10 +140,18 @@ class _Replica:
         async with self._turn:
             taken, self._waiting = self._waiting, []
             if taken:
-                turns = await in_thread(self._generate, [request for request, _ in taken])
+                self._generation = start_in_thread(self._generate, [request for request, _ in taken])
+                turns = await asyncio.wrap_future(self._generation)
                 for (_, future), turn in zip(taken, turns, strict=True):
                     future.set_result(turn)
         yield [await future for future in futures]
+
+    async def close(self) -> None:
+        """Wait until the engine generates nothing."""
+        if self._generation is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GENERATION_END_S):
+                    await asyncio.gather(asyncio.wrap_future(self._generation), return_exceptions=True)
 
     def _generate(self, requests: Sequence[TurnRequest]) -> list[Turn]:
         generated = generate_each(self._engine, [(each.prompt.ids, self._sampling_of(each)) for each in requests])

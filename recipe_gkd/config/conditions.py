@@ -88,6 +88,12 @@ def has_reward(config: Config) -> bool:
     return section.path is not None or bool(section.functions)
 
 
+def max_sequences(config: Config) -> int:
+    """Return the maximum number of sequences of ``data.max_response_length`` that a response is trained as."""
+    is_divided = has_conversations(config) and config.rollout.history == "rewrite"
+    return config.rollout.max_turns if is_divided else 1
+
+
 def failure_mode(config: Config) -> RewardFailureMode:
     """Return ``custom_reward_function.on_failure``, or its default value for this configuration."""
     chosen = config.custom_reward_function.on_failure

@@ -13,7 +13,8 @@ from recipe_gkd.conversations.pool import EnvironmentSession
 from recipe_gkd.conversations.process import CallError, EnvironmentLost
 from recipe_gkd.data.messages import Message
 from recipe_gkd.data.rows import Row
-from recipe_gkd.data.samples import ConversationEnd, Prompt, Response
+from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.data.transcript import ConversationEnd
 from recipe_gkd.errors import ConversationError
 from recipe_gkd.rollout.turns import TurnRequest
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from recipe_gkd.conversations.template import NextTokens
 from recipe_gkd.data.messages import Message
-from recipe_gkd.data.samples import ConversationEnd, InsertedTokens, Prompt, Response, Rewrite, Transcript
+from recipe_gkd.data.samples import InsertedTokens, Prompt, Response, Rewrite
+from recipe_gkd.data.transcript import ConversationEnd, Transcript
 from recipe_gkd.errors import DataError
 
 
@@ -52,8 +53,8 @@ class ConversationState:
         Raises:
             DataError: They replace the prompt, but a teacher has its own, which takes its place.
         """
-        ids = self.prompt.ids
-        if tokens.is_rewrite and self.prompt.teacher_ids is not None and (tokens.ids[: len(ids)] != ids).any():
+        ids, has_other_prompt = self.prompt.ids, self.prompt.teacher_ids is not None
+        if tokens.is_rewrite and has_other_prompt and not np.array_equal(tokens.ids[: len(ids)], ids):
             raise DataError(
                 "the chat template has changed the prompt, whose place the teacher's own prompt takes",
                 remedy="set rollout.history=keep, or let the teacher see the student's prompts",

@@ -53,7 +53,7 @@ def check_turns(config: Config, data: PromptData, tokenizer: PreTrainedTokenizer
     check_template(turns, row.prompt, roles)
     first = data.prompt(0, 0)
     if rollout.history == "rewrite" and first.teacher_ids is not None and isinstance(row.prompt, list):
-        check_teacher_prompt(turns, row.prompt, first.ids)
+        check_teacher_prompt(turns, row.prompt, roles, first.ids)
     if row.tools and not describes_tools(turns, row.prompt):
         raise ConfigError(
             "the student's chat template does not describe tools, so the student cannot see them",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDER = "\N{SYMBOL FOR UNIT SEPARATOR}"
-"""Content of the assistant message in the place of the sampled one. It is rendered, and never tokenized."""
+"""Content of the assistant message in the place of the sampled one. What the student sees does not contain it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +84,19 @@ class TurnTemplate:
         Raises:
             DataError: The template refuses the messages, or they cannot be appended to the sampled tokens.
         """
-        if self.history == "rewrite" and not self.appends(turn):
-            chat = [*turn.before, turn.message, *turn.after]
-            ids = tokenize_prompt(chat, self.tokenizer, self.where, template=self.template, tools=self.tools)
-            return NextTokens(ids=ids, is_rewrite=True)
-        text = self._text_between(turn)
-        ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-        return NextTokens(ids=ids, is_rewrite=False)
+        may_append = self.history != "rewrite" or self.appends(turn)
+        if may_append and (text := self._text_between(turn)) is not None:
+            ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+            return NextTokens(ids=ids, is_rewrite=False)
+        if self.history != "rewrite":
+            raise DataError(
+                f"{self.where}: the chat template writes the turns before {turn.after[-1]['role']!r} differently when "
+                "this message follows, so it cannot be appended to the sampled tokens",
+                remedy="set rollout.history=rewrite, or use another chat template",
+            )
+        chat = [*turn.before, turn.message, *turn.after]
+        ids = tokenize_prompt(chat, self.tokenizer, self.where, template=self.template, tools=self.tools)
+        return NextTokens(ids=ids, is_rewrite=True)
 
     def appends(self, turn: SampledTurn) -> bool:
         """Return True if the template writes the messages up to the turn alike with and without those after it."""
@@ -98,19 +104,21 @@ class TurnTemplate:
         prompt, without = self.render(turn.before), self.render(so_far, add_generation_prompt=False)
         return without.startswith(prompt) and self.render([*so_far, *turn.after]).startswith(without)
 
-    def _text_between(self, turn: SampledTurn) -> str:
+    def _text_between(self, turn: SampledTurn) -> str | None:
+        """Return the text between a turn and the next one. None if it cannot be appended to the turn."""
         plain: list[Message] = [*turn.before, {**turn.message, "content": PLACEHOLDER}]
         without = self.render(plain, add_generation_prompt=False)
         complete = self.render([*plain, *turn.after])
-        number, behind = without.count(PLACEHOLDER), without.rpartition(PLACEHOLDER)[2]
-        following = complete.split(PLACEHOLDER, number)[-1]
-        is_appended = 0 < number <= complete.count(PLACEHOLDER) and following.startswith(behind)
-        if not is_appended or (self.history == "refuse" and not complete.startswith(without)):
-            raise DataError(
-                f"{self.where}: the chat template writes the turns before {turn.after[-1]['role']!r} differently when "
-                "this message follows, so it cannot be appended to the sampled tokens",
-                remedy="set rollout.history=rewrite, or use another chat template",
-            )
+        before = self.render(turn.before, add_generation_prompt=False)
+        if complete.startswith(without) and without.startswith(before):
+            behind = without[len(before) :]
+            following = complete[len(before) :]
+        else:  # what is before the turn has changed
+            number, behind = without.count(PLACEHOLDER), without.rpartition(PLACEHOLDER)[2]
+            following = complete.split(PLACEHOLDER, number)[-1]
+            is_appended = 0 < number <= complete.count(PLACEHOLDER) and following.startswith(behind)
+            if not is_appended or self.history == "refuse":
+                return None
         end = str(self.tokenizer.convert_ids_to_tokens(int(turn.end_id)))
         if end in behind:
             closing = behind.rpartition(end)[2]

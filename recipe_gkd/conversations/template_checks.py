@@ -78,35 +78,33 @@ def _check_turn(turns: TurnTemplate, turn: SampledTurn) -> None:
             f"the student's chat template {what} when a message of the role {role!r} follows, so a model that is used "
             "with it sees another conversation than the one that was sampled",
             remedy=f"set {HISTORY}=rewrite to sample and train with the conversation that the template writes, or "
-            f"{HISTORY}=keep to leave earlier turns as they were sampled, or turn reasoning off "
-            "(data.apply_chat_template_kwargs)",
+            f"{HISTORY}=keep to leave earlier turns as they were sampled",
             keys=(HISTORY,),
         )
-    if turns.history == "keep":
-        try:
-            turns.next_tokens(turn)
-        except DataError as error:
-            raise ConfigError(
-                f"{HISTORY}=keep: the student's chat template writes what follows an assistant message differently "
-                f"when a message of the role {role!r} follows it, so messages cannot be appended to sampled tokens",
-                remedy=f"set {HISTORY}=rewrite, or use another chat template",
-                keys=(HISTORY,),
-            ) from error
+    try:
+        turns.next_tokens(turn)
+    except DataError as error:
+        raise ConfigError(
+            f"{HISTORY}={turns.history}: the student's chat template writes what follows an assistant message "
+            f"differently when a message of the role {role!r} follows it, so messages cannot be appended to sampled "
+            "tokens",
+            remedy=f"set {HISTORY}=rewrite, or use another chat template",
+            keys=(HISTORY,),
+        ) from error
 
 
-def check_teacher_prompt(turns: TurnTemplate, prompt: list[Message], ids: np.ndarray) -> None:
+def check_teacher_prompt(turns: TurnTemplate, prompt: list[Message], roles: Sequence[str], ids: np.ndarray) -> None:
     """Check that a rewritten history begins with the prompt, whose place the prompt of a teacher takes.
 
     Args:
+        roles: Roles of the messages that may follow an assistant message.
         ids: Token ids of the prompt, int32 [P].
 
     Raises:
         ConfigError: It does not.
     """
-    answer: Message = {"role": "assistant", "content": REASONING}
-    turn = SampledTurn(before=prompt, message=answer, after=[{"role": "user", "content": ""}], end_id=0)
-    found = turns.next_tokens(turn)
-    if found.is_rewrite and not np.array_equal(found.ids[: len(ids)], ids):
+    found = [turns.next_tokens(turn) for role in roles for turn in _turns_before(prompt, role, roles)]
+    if any(each.is_rewrite and not np.array_equal(each.ids[: len(ids)], ids) for each in found):
         raise ConfigError(
             f"{HISTORY}=rewrite with a teacher that has its own prompts: the student's chat template writes the "
             "prompt differently when turns follow it, so the teacher's prompt cannot take its place",

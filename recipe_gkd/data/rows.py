@@ -224,7 +224,7 @@ class DataSet(Sequence[Row]):
     @default_tools.setter
     def default_tools(self, tools: Tools | None) -> None:
         self._default_tools = tools
-        self.__dict__.pop("_row_columns", None)  # computed again with the tools
+        vars(self).pop("_row_columns", None)
 
     @cached_property
     def _row_columns(self) -> RowColumns:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from recipe_gkd.data.parts import by_response
-from recipe_gkd.data.samples import Response, Sample, Transcript
+from recipe_gkd.data.samples import Response, Sample
+from recipe_gkd.data.transcript import Transcript
 from recipe_gkd.errors import ConversationError
 from recipe_gkd.rewards.reporting import mean_numbers
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from recipe_gkd.data.parts import by_response
 from recipe_gkd.data.samples import Response, Sample
 
 REPETITION, LOOPING = "seq_rep_4", "looping_fraction"
@@ -20,8 +22,15 @@ def batch_repetition(samples: Sequence[Sample]) -> dict[str, float]:
 
     It takes about 0.1 ms per 1,000 tokens, so the trainer computes it in a thread during the update.
     """
-    sampled = [sample.response for sample in samples if not sample.is_reference]
-    return repetition_metrics(sampled, "response/") if sampled else {}
+    sampled = by_response([sample for sample in samples if not sample.is_reference])
+    return repetition_metrics([_whole(parts) for parts in sampled], "response/") if sampled else {}
+
+
+def _whole(parts: Sequence[Sample]) -> Response:
+    """Return a response whose tokens are those of all its parts."""
+    if len(parts) == 1:
+        return parts[0].response
+    return replace(parts[-1].response, ids=np.concatenate([part.response.ids for part in parts]))
 
 
 def repetition_metrics(responses: Sequence[Response], prefix: str) -> dict[str, float]:

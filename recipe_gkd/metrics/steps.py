@@ -194,19 +194,20 @@ def describe(batch: ReadyBatch, responses_per_prompt: int = 1) -> dict[str, floa
 
 
 def _reward_statistics(sampled: list[Sample], responses_per_prompt: int) -> dict[str, float]:
-    groups: dict[int, list[float]] = {}
+    groups: dict[int, list[tuple[float, tuple[float, ...]]]] = {}
     for sample in sampled:
         if sample.reward is not None:
-            groups.setdefault(sample.prompt.uid // responses_per_prompt, []).append(sample.reward)
+            found = sample.reward, sample.turn_rewards
+            groups.setdefault(sample.prompt.uid // responses_per_prompt, []).append(found)
     if not groups:
         return {}
-    rewards = np.concatenate(list(groups.values()))
+    rewards = np.array([reward for group in groups.values() for reward, _ in group])
     return {
         "reward/mean": float(rewards.mean()),
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
         "reward/std": float(rewards.std()),
-        "reward/zero_std_group_fraction": float(np.mean([min(group) == max(group) for group in groups.values()])),
+        "reward/zero_std_group_fraction": float(np.mean([len(set(group)) == 1 for group in groups.values()])),
     } | mean_numbers([sample.reward_numbers for sample in sampled], "reward/")
 
 

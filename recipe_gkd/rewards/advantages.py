@@ -55,7 +55,7 @@ def with_advantages(samples: Sequence[Sample], responses_per_prompt: int, *, by_
 
     If the turns of a conversation of the group have rewards, each turn has its own advantage: its return, which is the
     sum of the rewards from this turn on, takes the place of the reward, and the statistics are over the same turn of
-    the conversations, or over all turns of the group if no other conversation has this one.
+    the conversations. One that has ended before counts with the return of its last turn.
 
     Args:
         samples: All samples of a batch.
@@ -101,9 +101,7 @@ def _returns(responses: Mapping[int, Sample]) -> dict[int, np.ndarray]:
 
 def _advantage(returns: Mapping[int, np.ndarray], uid: int, turn: int, *, by_std: bool) -> float:
     """Return the advantage of a turn among the turns of the group."""
-    values = np.array([of_turns[turn] for of_turns in returns.values() if len(of_turns) > turn])
-    if len(values) == 1:
-        values = np.concatenate(list(returns.values()))
+    values = np.array([of_turns[min(turn, len(of_turns) - 1)] for of_turns in returns.values()])
     std = values.std(ddof=1) if len(values) > 1 else 0.0
     if std <= EQUAL_REWARDS_RTOL * np.abs(values).max():
         return 0.0

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import VERL_TRUTH
-from recipe_gkd.data.samples import Prompt, Response, Transcript
+from recipe_gkd.data.samples import Prompt, Response
+from recipe_gkd.data.transcript import Transcript
 from recipe_gkd.errors import DataError
 
 if TYPE_CHECKING:

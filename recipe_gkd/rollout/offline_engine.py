@@ -63,6 +63,7 @@ class OfflineSampling:
         max_tokens: Maximum number of tokens of a response.
         temperature: 0 for greedy decoding.
         top_p: Probability mass that tokens are sampled from.
+        top_k: Number of most likely tokens that are sampled from; -1 for all tokens.
         seed: Seed of the first prompt. Each prompt has its own seed.
     """
 
@@ -70,6 +71,7 @@ class OfflineSampling:
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = -1
     seed: int = 0
 
 
@@ -182,6 +184,7 @@ def generate_each(
             n=sampling.n,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,
             seed=None if sampling.temperature == 0 else sampling.seed,
             detokenize=False,

@@ -23,7 +23,7 @@ from recipe_gkd.data.rows import DataSet, Row, read_data_set
 from recipe_gkd.data.tokenization import ChatTemplate, render_prompt, tokenize_prompt
 from recipe_gkd.data.values import Unreadable
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import DataError
+from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.model_files import find_model, load_tokenizer
 from teacher.common.display_text import make_visible, shorten
 
@@ -87,6 +87,12 @@ def _report(arguments: argparse.Namespace) -> Iterator[str]:
     data_set = read_data_set(config.data.train_files, config.data, "the data", config.data.train_max_samples)
     yield from describe_columns(data_set)
     yield _ground_truth(data_set, config.data)
+    if arguments.rollout < 0 or (arguments.rollout and model):
+        raise ConfigError(
+            f"--rollout {arguments.rollout}: expected a number of responses of at least 0, and a model",
+            remedy=f"add {MODEL_PATH}=FOLDER",
+            keys=(MODEL_PATH,),
+        )
     if model:
         yield f"no lengths and no rendered prompt, because no tokenizer is given; add {MODEL_PATH}=FOLDER"
         return

@@ -47,6 +47,7 @@ def describe_rollouts(
         max_tokens=config.data.max_response_length,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
+        top_k=rollout.top_k,
         seed=config.data.seed,
     )
     data = PromptData(data_set.take(rows), config.data, tokenizer)

@@ -18,7 +18,8 @@ from recipe_gkd.config.keys import TRAIN_FILES, VAL_FILES
 from recipe_gkd.config.reward_functions import reward_functions
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
-from recipe_gkd.data.samples import Response, Transcript
+from recipe_gkd.data.samples import Response
+from recipe_gkd.data.transcript import Transcript
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
 from teacher.common.display_text import shorten

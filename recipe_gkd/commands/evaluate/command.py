@@ -22,6 +22,7 @@ from recipe_gkd.commands.sampled_responses import SampledModel, sample_responses
 from recipe_gkd.config import Config
 from recipe_gkd.config.compose import compose_config
 from recipe_gkd.config.conditions import has_reward
+from recipe_gkd.config.environments import conversation_problems
 from recipe_gkd.config.load import to_config
 from recipe_gkd.conversations.setup import check_turns, open_environments
 from recipe_gkd.data.messages import Message
@@ -142,12 +143,15 @@ def evaluate(
         responses, seconds = sample_responses(model, pool, sampling, options)
     pairs = [(data.prompt(response.uid // sampling.n, response.uid), response) for response in responses]
     sources = dict(zip(data.rows, read_sources(data_set, data.rows), strict=True))
-    items = [factory.build_item(prompt, response) for prompt, response in pairs] if factory is not None else []
+    items: list[RewardItem | None] = []
+    if factory is not None:  # conversations that are left out get no reward
+        items = [None if response.is_left_out else factory.build_item(prompt, response) for prompt, response in pairs]
     skips = config.custom_reward_function.skip_special_tokens
     texts = [str(tokenizer.decode(one.last_turn_ids.tolist(), skip_special_tokens=skips)) for one in responses]
     prompts = [(sources[prompt.row], prompt.row, data_set[prompt.row].prompt) for prompt, _ in pairs]
+    truths = [item.ground_truth if item is not None else None for item in items] or [None] * len(responses)
     records: list[Record] = [
-        _record(str(folder), *prompts[index], texts[index], items[index].ground_truth if items else None, response)
+        _record(str(folder), *prompts[index], texts[index], truths[index], response)
         | raw_field("raw_response", texts[index], decode_for_people(response, tokenizer))
         for index, response in enumerate(responses)
     ]
@@ -186,11 +190,14 @@ def _record(
 
 def score_and_save(
     records: Sequence[Record],
-    items: Sequence[RewardItem],
+    items: Sequence[RewardItem | None],
     scorer: RewardScorer | None,
     save: Callable[[Sequence[Record]], None],
 ) -> list[Reward | None] | None:
     """Save the records, score the responses, and save the records again with the rewards.
+
+    Args:
+        items: Arguments of the reward function for each record. None for one that gets no reward.
 
     Returns:
         The reward of each response, None for one whose call failed. None without a reward function.
@@ -201,7 +208,8 @@ def score_and_save(
     save(records)
     if scorer is None:
         return None
-    rewards = asyncio.run(scorer.score(items))
+    scores = iter(asyncio.run(scorer.score([item for item in items if item is not None])))
+    rewards = [None if item is None else next(scores) for item in items]
     save([record | reward_fields(reward) for record, reward in zip(records, rewards, strict=True)])
     return rewards
 
@@ -223,7 +231,11 @@ def _numbers_of(response: Response) -> dict[str, float]:
     transcript = response.transcript
     if transcript is None:
         return {}
-    found: dict[str, Any] = {"turns": transcript.n_turns, "tool calls": transcript.n_tool_calls}
+    found: dict[str, Any] = {
+        "turns": transcript.n_turns,
+        "tool calls": transcript.n_tool_calls,
+        "failed": bool(transcript.failure),
+    }
     if transcript.reward is not None:
         found["reward of the environment"] = transcript.reward
     return {name: float(value) for name, value in found.items()} | dict(transcript.numbers)
@@ -247,7 +259,10 @@ def build_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
             OmegaConf.update(composed, "custom_reward_function.name", name)
     for key in OmegaConf.missing_keys(composed):  # training data and model of a run
         OmegaConf.update(composed, key, "none")
-    return to_config(composed)
+    config = to_config(composed)
+    if problems := list(conversation_problems(config)):
+        raise ConfigError.joined(problems)
+    return config
 
 
 def _split_reward(spec: str) -> tuple[str, str | None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.actor.student_dims import StudentDims
 from recipe_gkd.commands.plan.activations import MicroBatchMemory, micro_batch_memory, micro_batch_tokens
+from recipe_gkd.config.conditions import max_sequences
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.support import Support
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
@@ -99,7 +100,8 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
     cache = phases["generate"].parts[_KV_CACHE]
     cached_tokens = int(cache / _cache_bytes_per_token(config, dims)) if dims.kv_heads else 0
     excesses = [] if device_memory is None else list(_excesses(config, pools, device_memory, cache, dims))
-    n_responses, longest = data.train_batch_size * settings.rollout.n, data.max_prompt_length + data.max_response_length
+    n_responses = data.train_batch_size * settings.rollout.n * max_sequences(config)
+    longest = data.max_prompt_length + data.max_response_length
     item = ITEM_BYTES[settings.actor.dtype]
     per_position = n_ids * (6 if settings.teacher.wire_dtype == "float16" else 8) + 4
     per_batch = max(1, micro_batch_tokens(config) // longest)

@@ -20,7 +20,8 @@ from recipe_gkd.conversations.pool import EnvironmentPool
 from recipe_gkd.conversations.process import CallError
 from recipe_gkd.conversations.stage import ConversationStage
 from recipe_gkd.data.prompts import PromptData
-from recipe_gkd.data.samples import Response, Transcript
+from recipe_gkd.data.samples import Response
+from recipe_gkd.data.transcript import Transcript
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.rollout.turns import TurnRequest
 from tests._support.conversations import TOKENIZER, all_of, configured, scripted, text_of

@@ -29,6 +29,8 @@ STRIPS_REASONING = CHATML.replace(
 COUNTS = CHATML.replace("{{ m.role }}", "{{ messages | length }}")
 CLOSES_DIFFERENTLY = CHATML.replace("<|end|>0", "<|end|>{{ '0' if loop.last else '1' }}")
 OTHER_BEGINNING = CHATML.replace("<|user|>assistant={% endif %}", "<|assistant|>{% endif %}")
+CALL_WITHOUT_CONTENT = CHATML.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}")
+"""As Llama 3.1 and Mistral: a message with calls shows no content."""
 REFUSES_TOOLS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}0"
 )
@@ -75,6 +77,14 @@ class TestTokensBetweenTurns:
         other = TOKENIZER.convert_tokens_to_ids("<|pad|>")
         text = text_of(template_of(CHATML).next_tokens(sampled(assistant("1"), end_id=other)).ids)
         assert text.startswith("<|end|>0<|user|>")
+
+    @pytest.mark.parametrize("history", ["refuse", "keep", "rewrite"])
+    def test_call_may_hide_the_content_of_its_message(self, history: HistoryMode) -> None:
+        turns, turn = template_of(CALL_WITHOUT_CONTENT, history), sampled(assistant("1", 5), [FROM_TOOL])
+        found = turns.next_tokens(turn)
+        written = text_of(tokenize_prompt([*USER, turn.message, FROM_TOOL], turns.tokenizer, ""))
+        assert not found.is_rewrite and written.endswith("<|end|>" + text_of(found.ids))
+        check_template(turns, USER, ["tool"])
 
     def test_template_that_changes_earlier_turns_is_refused(self) -> None:
         with pytest.raises(DataError, match="differently"):
@@ -164,9 +174,9 @@ class TestCheck:
             ids = tokenize_prompt(USER, turns.tokenizer, "")
             if is_changed:
                 with raises(ConfigError, keys=KEYS):
-                    check_teacher_prompt(turns, USER, ids)
+                    check_teacher_prompt(turns, USER, ["user"], ids)
             else:
-                check_teacher_prompt(turns, USER, ids)
+                check_teacher_prompt(turns, USER, ["user", "tool"], ids)
 
     def test_describes_tools(self) -> None:
         assert describes_tools(template_of(CHATML, tools=TOOLS), USER)

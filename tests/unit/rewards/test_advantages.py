@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe_gkd.data.samples import InsertedTokens, Prompt, Response, Sample, TeacherTopK, Transcript
+from recipe_gkd.data.samples import InsertedTokens, Prompt, Response, Sample, TeacherTopK
+from recipe_gkd.data.transcript import Transcript
 from recipe_gkd.rewards.advantages import with_advantages, with_baselines
 
 NO_IDS = np.zeros(0, np.int32)
@@ -110,11 +111,19 @@ class TestTurns:
         np.testing.assert_allclose(found[0], [1.0, 0.5, 0.5])
         np.testing.assert_allclose(found[1], [-1.0, -1.0, -0.5])
 
-    def test_turn_that_no_other_conversation_has_is_compared_with_all(self) -> None:
-        group = [of_conversation(0, [1, 1, 1], (0.0, 0.0, 3.0)), of_conversation(1, [1], (1.0,))]
+    def test_conversation_that_has_ended_counts_with_its_last_return(self) -> None:
+        group = [of_conversation(0, [1, 1, 1], (1.0, 1.0, 2.0)), of_conversation(1, [1], (1.0,))]
         found = [one.advantage for one in with_advantages(group, 2, by_std=False)]
-        np.testing.assert_allclose(found[0], [1.0, 3 - 2.5, 3 - 2.5])  # all returns: 3, 3, 3, 1
-        assert found[1] == -1.0
+        np.testing.assert_allclose(found[0], [1.5, 1.0, 0.5])  # returns: 4, 3, 2 and 1
+        assert found[1] == -1.5
+
+    def test_equal_final_rewards_give_longer_conversations_no_advantage(self) -> None:
+        group = [of_conversation(0, [1, 1, 1], (0.0, 0.0, 1.0)), of_conversation(1, [1, 1], (0.0, 1.0))]
+        assert all(not np.any(one.advantage) for one in with_advantages(group, 2, by_std=True))
+
+    def test_conversation_without_others_has_no_advantage(self) -> None:
+        group = [of_conversation(0, [1, 1], (1.0, 1.0)), of_conversation(1, [1, 1])]
+        assert all(not np.any(one.advantage) for one in with_advantages(group, 2, by_std=True))
 
     def test_reward_of_a_whole_conversation_is_the_return_of_each_turn(self) -> None:
         group = [of_conversation(0, [1, 1], (0.0, 2.0)), of_conversation(1, [1, 1], reward=1.0)]
