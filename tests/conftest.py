@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from recipe_gkd.config import compose
@@ -24,6 +25,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("RES_OPTIONS", RES_OPTIONS)
 compose.compose_accepted = compose_from_cache  # some modules load a configuration when they are imported
+hypothesis.settings.register_profile("tests", deadline=None)  # an example may be slow on a busy machine
+hypothesis.settings.load_profile("tests")
 
 LONGEST_FIRST = (
     "training",
