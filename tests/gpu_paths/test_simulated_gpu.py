@@ -93,6 +93,7 @@ def run_pytest(*selected: str, excluded: tuple[str, ...] = ()) -> Counter[str]:
         return Counter(passed=int(suite.attrib["tests"]) - n_skipped, skipped=n_skipped)
 
 
+@pytest.mark.slow
 def test_selected_tests_pass() -> None:
     counts = run_pytest(*SELECTED, *UNIT)
     assert counts["passed"] >= 100

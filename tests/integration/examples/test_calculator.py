@@ -22,6 +22,7 @@ EXACT = (
     "trainer.test_freq=-1",
     "trainer.save_freq=-1",
     "trainer.scheduler=sync",
+    "trainer.startup_timeout_s=600",
     "actor_rollout_ref.actor.optim.lr=1e-30",
     "data.train_batch_size=32",
     "actor_rollout_ref.teacher.backend=hf",

@@ -120,6 +120,7 @@ class Campaign:
         assert ended.leftovers() == [], target
 
 
+@pytest.mark.slow
 def test_killed_processes_change_nothing_in_sync(
     start_run: StartRun, validation: list[str], reference_run: Run, tmp_path: Path
 ) -> None:
