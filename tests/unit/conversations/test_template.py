@@ -30,7 +30,7 @@ COUNTS = CHATML.replace("{{ m.role }}", "{{ messages | length }}")
 CLOSES_DIFFERENTLY = CHATML.replace("<|end|>0", "<|end|>{{ '0' if loop.last else '1' }}")
 OTHER_BEGINNING = CHATML.replace("<|user|>assistant={% endif %}", "<|assistant|>{% endif %}")
 CALL_WITHOUT_CONTENT = CHATML.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}")
-"""As Llama 3.1 and Mistral: a message with calls shows no content."""
+"""Template like those of Llama 3.1 and Mistral: a message with calls shows no content."""
 REFUSES_TOOLS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}0"
 )
