@@ -28,7 +28,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +40,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import has_reward, runs_validation, validates_kl
 from recipe_gkd.config.reward_functions import reward_name
 from recipe_gkd.config.timeouts import ROLLOUT_TIMEOUT
+from recipe_gkd.data.parts import as_sampled
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import VALIDATION, DataSet, read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward
@@ -185,8 +186,7 @@ class Validation:
     def pairs(self, responses: Sequence[Response]) -> list[tuple[Prompt, Response]]:
         """Return the prompts with their responses. An environment may have replaced a prompt."""
         return [
-            (prompt if response.prompt_ids is None else replace(prompt, ids=response.prompt_ids), response)
-            for prompt, response in zip(self.prompts, responses, strict=True)
+            (as_sampled(prompt, response), response) for prompt, response in zip(self.prompts, responses, strict=True)
         ]
 
     async def report(

@@ -29,6 +29,11 @@ def parts_of(prompt: Prompt, response: Response) -> list[tuple[Prompt, Response]
     return [(context, _part(response, start, end)) for context, start, end in zip(prompts, starts, ends, strict=True)]
 
 
+def as_sampled(prompt: Prompt, response: Response) -> Prompt:
+    """Return the prompt of a response, which the environment of a conversation may have replaced."""
+    return prompt if response.prompt_ids is None else replace(prompt, ids=response.prompt_ids)
+
+
 def _with_context(prompt: Prompt, ids: np.ndarray) -> Prompt:
     teacher_ids = prompt.teacher_ids
     if teacher_ids is not None:

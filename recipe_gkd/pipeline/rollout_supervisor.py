@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
+from recipe_gkd.data.parts import as_sampled
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import WorkerDied, WorkerError
 from recipe_gkd.pipeline.actor_lock import ActorLock
@@ -50,9 +50,7 @@ class RolloutSupervisor:
                     self._state.add_in_flight(-len(responses))
                     for response in responses:
                         prompt = _take_prompt(unfinished, response, replica, step)
-                        if response.prompt_ids is not None:
-                            prompt = dataclasses.replace(prompt, ids=response.prompt_ids)
-                        yield prompt, response
+                        yield as_sampled(prompt, response), response
             except WorkerDied as death:
                 if unfinished:  # otherwise the next batch or sync that needs this worker receives the error
                     self._state.deaths[replica] = death

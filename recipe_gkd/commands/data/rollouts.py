@@ -13,7 +13,7 @@ from recipe_gkd.commands.sampled_responses import SampledModel, sample_responses
 from recipe_gkd.config import Config
 from recipe_gkd.conversations.pool import EnvironmentPool
 from recipe_gkd.conversations.setup import check_turns
-from recipe_gkd.data.parts import parts_of
+from recipe_gkd.data.parts import as_sampled, parts_of
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.data.samples import Prompt, Response
@@ -74,7 +74,7 @@ def describe_rollout(prompt: Prompt, response: Response, tokenizer: PreTrainedTo
         if transcript.failure:
             counts += f", failed: {make_visible(transcript.failure)}"
     yield f"response to row {prompt.row}: {counts}, end: {end}"
-    for number, (context, part) in enumerate(parts_of(_as_sampled(prompt, response), response)):
+    for number, (context, part) in enumerate(parts_of(as_sampled(prompt, response), response)):
         yield _line(REWRITTEN if number else PROMPT, context.ids, tokenizer)
         is_sampled = np.zeros(len(part.sequence_ids), np.bool_)
         is_sampled[part.offsets_T] = True
@@ -82,11 +82,6 @@ def describe_rollout(prompt: Prompt, response: Response, tokenizer: PreTrainedTo
             zip(is_sampled, part.sequence_ids, strict=True), lambda token: SAMPLED if token[0] else ADDED
         ):
             yield _line(name, np.array([token_id for _, token_id in stretch]), tokenizer)
-
-
-def _as_sampled(prompt: Prompt, response: Response) -> Prompt:
-    """Return the prompt, which the environment may have replaced."""
-    return prompt if response.prompt_ids is None else replace(prompt, ids=response.prompt_ids)
 
 
 def _line(name: str, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:

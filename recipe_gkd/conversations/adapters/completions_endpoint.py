@@ -11,9 +11,14 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from recipe_gkd.conversations.adapters.inverted_rollout import HistoryError, InvertedRollout, Message
+    from recipe_gkd.conversations.adapters.inverted_rollout import (
+        HistoryError,
+        InvertedRollout,
+        Message,
+        with_arguments,
+    )
 else:  # loaded by its path
-    from inverted_rollout import HistoryError, InvertedRollout, Message
+    from inverted_rollout import HistoryError, InvertedRollout, Message, with_arguments
 
 SESSION_HEADER = "X-Session-ID"
 """Header in which the client of ``verifiers`` sends the id of a trace, which is the run of one agent."""
@@ -84,19 +89,9 @@ def _wire(message: Message) -> Message:
     """Return the student's message as the API has it."""
     found: Message = {"role": "assistant", "content": message["content"]}
     if calls := message.get("tool_calls"):
-        found["tool_calls"] = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": arguments
-                    if isinstance(arguments := call["function"]["arguments"], str)
-                    else json.dumps(arguments, ensure_ascii=False),
-                },
-            }
-            for call in calls
-        ]
+        found["tool_calls"] = with_arguments(
+            calls, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        )
     return found
 
 

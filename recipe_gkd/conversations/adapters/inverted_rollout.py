@@ -189,18 +189,20 @@ def plain(message: Message) -> Message:
     found: Message = {"role": message["role"], "content": _text(message.get("content"))}
     found |= {name: message[name] for name in ("tool_call_id", "name") if message.get(name)}
     if calls := message.get("tool_calls"):
-        found["tool_calls"] = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": parse_json(call["function"]["arguments"]),
-                },
-            }
-            for call in calls
-        ]
+        found["tool_calls"] = with_arguments(calls, parse_json)
     return found
+
+
+def with_arguments(calls: Sequence[dict[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return tool calls with their arguments in another form."""
+    return [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {"name": call["function"]["name"], "arguments": convert(call["function"]["arguments"])},
+        }
+        for call in calls
+    ]
 
 
 def _text(content: Any) -> str:
