@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 import ray
 from ray.exceptions import RayError
 
-from recipe_gkd.actor.objective.kl_sums import KlSums
+from recipe_gkd.actor.objective.token_kl import TokenKl
 from recipe_gkd.actor.ranks import RankReport
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.config import Config
@@ -216,8 +216,8 @@ class Cluster:
         timeout_s = timeout_of(self.config, ACTOR_TIMEOUT)
         return (await self.actors.call_each(ActorWorker.update, arguments, timeout_s=timeout_s, phase=phase))[0]
 
-    async def sum_kl(self, samples: Sequence[Sample], step: int) -> list[KlSums]:
-        """Return the KL divergences of scored samples from every actor rank, to be added up by uid.
+    async def token_kl(self, samples: Sequence[Sample], step: int) -> list[TokenKl]:
+        """Return the KL divergences at the tokens of scored samples from every actor rank.
 
         Args:
             samples: Samples that teachers have scored.
@@ -226,7 +226,7 @@ class Cluster:
         phase = f"KL divergence after step {step}"
         arguments = await self._divide(samples, step, phase)
         timeout_s = timeout_of(self.config, ACTOR_TIMEOUT)
-        return await self.actors.call_each(ActorWorker.kl_sums, arguments, timeout_s=timeout_s, phase=phase)
+        return await self.actors.call_each(ActorWorker.token_kl, arguments, timeout_s=timeout_s, phase=phase)
 
     async def _divide(self, samples: Sequence[Sample], step: int, phase: str) -> list[tuple[Sequence[Sample], int]]:
         """Return the arguments of each actor rank: the shard of its data-parallel rank, and the step."""

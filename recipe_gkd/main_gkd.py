@@ -74,7 +74,7 @@ from recipe_gkd.teachers.router import Teachers, open_teachers
 from recipe_gkd.teachers.routes import read_routes
 from recipe_gkd.teachers.worker_count import with_worker_count
 from recipe_gkd.trainer import RewardContext, Trainer
-from recipe_gkd.validation import read_validation
+from recipe_gkd.validation.validation import read_validation
 
 log = logging.getLogger("recipe_gkd")
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppres
 from dataclasses import dataclass, replace
 from functools import partial
 
+from recipe_gkd.actor.objective.token_kl import TokenKl
 from recipe_gkd.actor.ray_worker import ActorWorker
 from recipe_gkd.checkpoints.best import BestTracker
 from recipe_gkd.checkpoints.run_folder import folder_of
@@ -49,8 +50,8 @@ from recipe_gkd.runtime.threads import in_thread, start_in_thread
 from recipe_gkd.teachers.router import Teachers
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.scoring.setup import max_row_bytes
-from recipe_gkd.validation import Validation
-from recipe_gkd.validation_kl import KlStages, ResponseKl, measure_kl
+from recipe_gkd.validation.kl import KlStages, ResponseKl, measure_kl
+from recipe_gkd.validation.validation import Validation
 from teacher.errors import TeacherError
 
 log = logging.getLogger(__name__)
@@ -386,15 +387,15 @@ class Trainer:
             async with self.devices.turn("score"):
                 return await teachers.score(group, step)
 
-        async def sum_kl_of(samples: Sequence[Sample]) -> list[dict[int, tuple[float, float]]]:
+        async def token_kl(samples: Sequence[Sample]) -> list[TokenKl]:
             async with pipeline.actor_lock("validate", may_fail=True), self.devices.turn("update"):
-                return await self.cluster.sum_kl(samples, step)
+                return await self.cluster.token_kl(samples, step)
 
         settings = config.actor_rollout_ref
         batch_size = config.data.train_batch_size * settings.rollout.n
         return await measure_kl(
             pairs,
-            KlStages(score=score, sum_kl=sum_kl_of),
+            KlStages(score=score, token_kl=token_kl),
             group_size=math.ceil(batch_size / requests_per_batch(settings.teacher)),
             # A teacher that shares its devices with the actor is woken once.
             chunk_size=len(pairs) if settings.teacher.sleep_between_batches else batch_size,

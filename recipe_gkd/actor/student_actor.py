@@ -15,8 +15,8 @@ from torch import Tensor
 from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.checkpoint.hf_save import save_hf_folder
 from recipe_gkd.actor.checkpoint.writer import CheckpointWriter
-from recipe_gkd.actor.objective.kl_sums import KlSums, kl_sums
 from recipe_gkd.actor.objective.log_probs import Continuation, continuation_log_probs
+from recipe_gkd.actor.objective.token_kl import TokenKl, token_kl
 from recipe_gkd.actor.offload import state_sizes
 from recipe_gkd.actor.profile import profiled
 from recipe_gkd.actor.ranks import Layout, RankReport, RankSpec, Rendezvous
@@ -238,7 +238,7 @@ class StudentActor:
 
         Raises:
             DataError: A part is empty, or an id is not a token id. Raised on all ranks; the actor remains usable.
-            SecondaryFailure, WorkerError: A rank ran out of memory; see :meth:`kl_sums`.
+            SecondaryFailure, WorkerError: A rank ran out of memory; see :meth:`token_kl`.
         """
         self._ensure_usable()
         n_token_ids = self._n_token_ids or self.backend.vocab_size
@@ -248,8 +248,8 @@ class StudentActor:
             )
 
     @_memory_explained("validation")
-    def kl_sums(self, samples: Sequence[Sample], step: int) -> KlSums:
-        """Return the KL divergences to the teacher of each sample, summed over the tokens that this rank computes.
+    def token_kl(self, samples: Sequence[Sample], step: int) -> TokenKl:
+        """Return the KL divergences to the teacher at the tokens that this rank computes.
 
         It needs no memory for gradients or optimizer state.
 
@@ -258,7 +258,7 @@ class StudentActor:
             step: Number of optimizer steps of the weights, for messages.
 
         Returns:
-            See :data:`~recipe_gkd.actor.objective.kl_sums.KlSums`. The sum over all ranks covers whole samples.
+            See :class:`~recipe_gkd.actor.objective.token_kl.TokenKl`. All ranks together have all tokens.
 
         Raises:
             DataError: A sample of this rank is invalid. The actor remains usable, also after the next errors.
@@ -268,7 +268,7 @@ class StudentActor:
         self._ensure_usable()
         n_token_ids = self._n_token_ids or self.backend.vocab_size
         with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
-            return kl_sums(self.updater, self._config.gkd, self.fetch_rows(samples), step, n_token_ids)
+            return token_kl(self.updater, self._config.gkd, self.fetch_rows(samples), step, n_token_ids)
 
     @_memory_explained("save")
     def save_hf(self, path: str | Path) -> None:

@@ -58,6 +58,7 @@ def _part(response: Response, start: int, end: int) -> Response:
         student_ids_TJ=None if student_ids_TJ is None else student_ids_TJ[start:end],
         inserted=inserted,
         rewrites=(),
+        start=start,
     )
 
 

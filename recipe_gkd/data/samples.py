@@ -96,6 +96,7 @@ class Response:
         transcript: Messages and numbers of a conversation. None without ``rollout.environment`` and ``rollout.tools``,
             and in the actor.
         prompt_ids: Prompt that the environment of the conversation has set, int32 [P]. None: the row's.
+        start: Index of the first token in the whole response, of which this is a part; 0 for a whole one.
     """
 
     uid: int
@@ -109,6 +110,7 @@ class Response:
     rewrites: tuple[Rewrite, ...] = ()
     transcript: Transcript | None = None
     prompt_ids: np.ndarray | None = None
+    start: int = 0
 
     @property
     def is_left_out(self) -> bool:
@@ -118,10 +120,15 @@ class Response:
     @property
     def last_turn_ids(self) -> np.ndarray:
         """Token ids of the last turn, int32."""
-        starts = [rewrite.before for rewrite in self.rewrites]
+        return self.ids[self.turn_starts[-1] :]
+
+    @property
+    def turn_starts(self) -> list[int]:
+        """Index in ``ids`` of the first token of each turn, ascending."""
+        starts = {0, *(rewrite.before for rewrite in self.rewrites)}
         if self.inserted is not None:
-            starts += self.inserted.before_N.tolist()
-        return self.ids[max(starts, default=0) :]
+            starts.update(self.inserted.before_N.tolist())
+        return sorted(starts)
 
     @property
     def sequence_ids(self) -> np.ndarray:

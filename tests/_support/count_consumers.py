@@ -42,7 +42,7 @@ from recipe_gkd.teachers.scoring.pool import ScoringPool
 from recipe_gkd.teachers.scoring.requests import TeacherRequest
 from recipe_gkd.teachers.scoring.setup import max_row_bytes
 from recipe_gkd.trainer import Trainer
-from recipe_gkd.validation import ScoredResponse, table_of
+from recipe_gkd.validation.records import ScoredResponse, table_of
 from teacher.client import ClientSpec, TeacherClient
 from teacher.errors import TeacherTimeout
 from tests._support.fake_teachers import InstantTeacher

@@ -21,7 +21,7 @@ def unlogged_warnings() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def frozen_objects() -> Iterator[None]:
     """Exclude the objects of the other tests from garbage collection, so that one after each message costs little."""
     gc.collect()

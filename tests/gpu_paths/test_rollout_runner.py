@@ -51,7 +51,7 @@ class Reference:
 @pytest.mark.parametrize(
     ("n_ranks", "setting", "kinds"),
     [
-        pytest.param(1, "null", ["double-buffered", "in-place"], id="one rank"),
+        pytest.param(1, "null", ["double-buffered", "in-place"], id="one rank", marks=pytest.mark.slow),
         pytest.param(2, "null", ["in-place"], id="two ranks", marks=pytest.mark.slow),
         pytest.param(1, "false", ["in-place"], id="no async scheduling", marks=pytest.mark.slow),
     ],

@@ -39,7 +39,7 @@ from tests._support.errors import raises
 from tests._support.repository import REPO
 from tests._support.reward_files import reward_file, settings
 from tests.unit.test_trainer_stops import ERRORS, Faults, StoppingTrainer, fit, make_trainer
-from tests.unit.test_validation import make_config
+from tests.unit.validation.test_validation import make_config
 
 TITLE = "### Failures outside of the optimizer step"
 N_STEPS = 6

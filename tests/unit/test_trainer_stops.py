@@ -24,9 +24,9 @@ from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.trainer import RewardContext, Trainer
-from recipe_gkd.validation import read_validation
+from recipe_gkd.validation.validation import read_validation
 from teacher.errors import TeacherUnavailable
-from tests.unit.test_validation import TOKENIZER, FakeCluster, NoTeacher, make_config
+from tests.unit.validation.test_validation import TOKENIZER, FakeCluster, NoTeacher, make_config
 
 ERRORS = {
     "reward": RewardError("the reward function failed"),

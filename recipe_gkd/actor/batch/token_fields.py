@@ -54,6 +54,7 @@ class TokenFields(Generic[A]):
         loss_rows_T: Row whose logits predict the token: its position in the packed row - 1, int32.
         positions_T: Position in the response, from 0, int32.
         sequence_T: Index of the token's response in the micro-batch, int32.
+        starts_T: Index in the whole response of position 0, int32; see :class:`~recipe_gkd.data.samples.Response`.
         uids_T: Uid of the sample, int64.
         response_ids_T: Token id, int32.
         sampling_logps_T: Log-probability at temperature 1 under the weights that sampled the token, float32; 0 for
@@ -75,6 +76,7 @@ class TokenFields(Generic[A]):
     loss_rows_T: A = field(metadata=_of_row(np.int32))
     positions_T: A = field(metadata=_of_row(np.int32))
     sequence_T: A = field(metadata=_of_row(np.int32))
+    starts_T: A = field(metadata=_of_sample(np.int32, lambda sample: sample.response.start))
     uids_T: A = field(metadata=_of_sample(np.int64, lambda sample: sample.prompt.uid))
     response_ids_T: A = field(metadata=_of_tokens(np.int32, lambda sample, _: sample.response.ids))
     sampling_logps_T: A = field(metadata=_of_tokens(np.float32, lambda sample, _: sample.response.logprobs))

@@ -37,7 +37,7 @@ from recipe_gkd.rewards.items import CONVERSATION, conversation_fields, decode_f
 from recipe_gkd.rewards.reporting import raw_field, reward_fields, scores_PN
 from recipe_gkd.rollout.offline_engine import OfflineEngineOptions, OfflineSampling, prepare_environment
 from recipe_gkd.runtime.json_lines import json_line
-from recipe_gkd.validation import read_sources
+from recipe_gkd.validation.validation import read_sources
 from teacher.common.sizes import GIB
 
 if TYPE_CHECKING:

@@ -190,7 +190,7 @@ def read_responses(path: Path, max_lines: int = 20_000) -> dict[tuple[str, Any],
     """Return the first response to each prompt of a validation.
 
     Args:
-        path: File that :func:`recipe_gkd.validation.response_lines` wrote.
+        path: File that :func:`recipe_gkd.validation.records.response_lines` wrote.
         max_lines: Number of lines to read.
 
     Returns:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from recipe_gkd.commands.report.run_files import Run, read_responses
 from recipe_gkd.commands.report.templates import render
 from recipe_gkd.data.values import is_list_of_objects
 from recipe_gkd.rewards.items import CONVERSATION
+from recipe_gkd.validation.tokens import TOKENS
 from teacher.common.display_text import shorten
 
 N_PROMPTS = 6
+KL_STEPS = (0.1, 0.3, 1.0, 3.0)
+"""Forward KL in nats from which a token has the first, second, ... color."""
 MAX_CHARS = 3000
 """Characters of each text on the page. The file has the whole text."""
 
@@ -26,13 +32,16 @@ def samples_section(run: Run) -> str:
     steps = list(responses)
     last = responses[steps[-1]]
     keys = [key for key in last if all(key in found for found in responses.values())] or list(last)
+    keys = [key for key in keys if TOKENS in last[key]] or keys
     cards = [
         (key, [(step, responses[step][key]) for step in steps if key in responses[step]])
         for key in choose_prompts(keys, last, responses[steps[0]])
     ]
     names = [run.validations[step].name for step in steps]
-    shown_as = {"prompt_parts": prompt_parts, "conversation_parts": conversation_parts, "cut": cut}
-    return render("samples.html", cards=cards, files=names, n_prompts=len(last), **shown_as)
+    has_kl = any(TOKENS in record for _, records in cards for _, record in records)
+    functions = {each.__name__: each for each in (prompt_parts, response_parts, kl_color, cut)}
+    kl_steps = KL_STEPS if has_kl else ()
+    return render("samples.html", cards=cards, files=names, n_prompts=len(last), kl_steps=kl_steps, **functions)
 
 
 def choose_prompts(keys: list[Any], last: dict[Any, dict[str, Any]], first: dict[Any, dict[str, Any]]) -> list[Any]:
@@ -61,18 +70,61 @@ def prompt_parts(prompt: object) -> list[tuple[object, object]]:
     return [("prompt", prompt)]
 
 
-def conversation_parts(record: dict[str, Any]) -> list[tuple[object, str]]:
-    """Return role and text of each message of a conversation, with one line per tool call.
+@dataclass(frozen=True)
+class ResponsePart:
+    """Part of a response: the response of one turn, or a message of a conversation.
 
-    Returns:
-        Empty for a response of one generation, and for a conversation of another form than
-        :func:`recipe_gkd.rewards.items.conversation_fields` writes.
+    Attributes:
+        role: Role of the message. None for a response of one turn.
+        text: Its text, with one line per tool call.
+        tokens: Text and forward KL of each token that the student sampled; empty if they are not in the file.
     """
+
+    role: str | None
+    text: str
+    tokens: Sequence[tuple[str, float | None]] = ()
+
+    @property
+    def is_sampled(self) -> bool:
+        """True for what the student sampled."""
+        return self.role in (None, "assistant")
+
+
+def response_parts(record: dict[str, Any]) -> list[ResponsePart]:
+    """Return the parts of a response. Tokens that do not belong to the student's messages one by one are left out."""
+    turns = _tokens_of_turns(record)
     conversation = record.get(CONVERSATION)
     messages = conversation.get("messages") if isinstance(conversation, dict) else None
-    if not is_list_of_objects(messages):
-        return []
-    return [(message.get("role", "message"), _message_text(message)) for message in messages]
+    if not is_list_of_objects(messages) or not messages:
+        parts = [ResponsePart(None, str(record.get("raw_answer", record.get("answer", ""))))]
+    else:
+        parts = [ResponsePart(str(message.get("role", "message")), _message_text(message)) for message in messages]
+    if sum(part.is_sampled for part in parts) != len(turns):
+        return parts
+    tokens = iter(turns)
+    return [replace(part, tokens=next(tokens)) if part.is_sampled else part for part in parts]
+
+
+def _tokens_of_turns(record: dict[str, Any]) -> list[list[tuple[str, float | None]]]:
+    """Return the tokens of each turn, empty if the record does not have them."""
+    match record.get(TOKENS):
+        case {"texts": list(texts), "kl": list(kl_T), "turns": list(starts)} if len(texts) == len(kl_T):
+            pairs = list(zip(texts, kl_T, strict=True))
+            return [_cut(pairs[start:end]) for start, end in zip(starts, [*starts[1:], len(pairs)], strict=True)]
+        case _:
+            return []
+
+
+def _cut(tokens: list[tuple[str, float | None]]) -> list[tuple[str, float | None]]:
+    """Return tokens with at most :data:`MAX_CHARS` characters."""
+    n_chars = list(accumulate(len(text) for text, _ in tokens))
+    n_shown = bisect_right(n_chars, MAX_CHARS)
+    return tokens if n_shown == len(tokens) else [*tokens[:n_shown], (" ...", None)]
+
+
+def kl_color(kl: float | None) -> int:
+    """Return the number of the color of a token, 0 for none."""
+    return 0 if kl is None else sum(kl >= step for step in KL_STEPS)
 
 
 def _message_text(message: Mapping[str, Any]) -> str:

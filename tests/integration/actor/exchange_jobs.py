@@ -37,7 +37,7 @@ def record_exchanges(
     found = RankExchanges(defaultdict(list), defaultdict(list))
     with started(rank, world_size, port, config) as actor, _recording(rank, found):
         metrics = update(actor, batch)
-        actor.kl_sums(shard_of(actor, batch), 0)
+        actor.token_kl(shard_of(actor, batch), 0)
         return metrics["actor/micro_batches"], RankExchanges(dict(found.sent), dict(found.received))
 
 

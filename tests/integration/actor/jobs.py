@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recipe_gkd.actor.megatron.padding_rows import padding_rows
 from recipe_gkd.actor.megatron.parallel import destroy_parallel
-from recipe_gkd.actor.objective.kl_sums import KlSums
+from recipe_gkd.actor.objective.token_kl import TokenKl
 from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample, TeacherTopK
@@ -54,12 +54,12 @@ def export_and_train(
         return exported(actor), _train(actor, batches)
 
 
-def kl_sums_and_train(
+def token_kl_and_train(
     rank: int, world_size: int, port: int, config: Config, measured: list[Sample], batches: list[list[Sample]]
-) -> tuple[KlSums, Training]:
+) -> tuple[TokenKl, Training]:
     """Compute the KL divergences of samples with the loaded weights, then run an update on each batch."""
     with started(rank, world_size, port, config) as actor:
-        found = actor.kl_sums(shard_of(actor, measured), 0)
+        found = actor.token_kl(shard_of(actor, measured), 0)
         metrics = [update(actor, batch, step) for step, batch in enumerate(batches)]
         return found, Training(None, metrics, exported(actor), actor.weights_meta())
 

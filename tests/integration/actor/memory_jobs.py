@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor.objective.kl_sums import KlSums
+from recipe_gkd.actor.objective.token_kl import TokenKl
 from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
@@ -89,7 +89,7 @@ def train_with_memory(
 
 def measure_kl_with_memory(
     rank: int, world_size: int, port: int, config: Config, batch: list[Sample], megabytes: Mapping[int, int]
-) -> tuple[KlSums, dict[str, float]]:
+) -> tuple[TokenKl, dict[str, float]]:
     """Return the KL divergences of this rank's samples, and the metrics of an update after it.
 
     Args:
@@ -100,7 +100,7 @@ def measure_kl_with_memory(
     """
     with started(rank, world_size, port, config) as actor:
         with limited_memory(megabytes[rank]) if rank in megabytes else nullcontext():
-            found = actor.kl_sums(batch[rank::world_size], 0)
+            found = actor.token_kl(batch[rank::world_size], 0)
         return found, update(actor, batch, 0)
 
 

@@ -26,12 +26,12 @@ class TestResume:
         ("saved", "ranks", "resumed", "ranks_then", "exactly"),
         [
             pytest.param([TP2, SP], 2, [TP2, SP], 2, True, id="tensor 2"),
-            pytest.param([TP2, SP], 2, [], 1, False, id="tensor 2 to 1"),
+            pytest.param([TP2, SP], 2, [], 1, False, id="tensor 2 to 1", marks=pytest.mark.slow),
             pytest.param([ASYNC], 2, [PP2], 2, False, id="data 2 in the background to pipeline 2"),
-            pytest.param([PP2], 2, [], 1, False, id="pipeline 2 to 1"),
+            pytest.param([PP2], 2, [], 1, False, id="pipeline 2 to 1", marks=pytest.mark.slow),
             pytest.param([CP2], 2, [TP2, SP], 2, False, id="context 2 to tensor 2"),
             pytest.param([CP2], 2, [CP2], 2, True, id="context 2", marks=pytest.mark.slow),
-            pytest.param([PP2, VPP2], 2, [PP2, VPP2], 2, True, id="interleaved pipeline"),
+            pytest.param([PP2, VPP2], 2, [PP2, VPP2], 2, True, id="interleaved pipeline", marks=pytest.mark.slow),
             pytest.param(
                 [BF16, ASYNC, *OVERLAP], 2, [BF16, *OVERLAP], 2, True, id="bfloat16, overlapped, background, data 2"
             ),

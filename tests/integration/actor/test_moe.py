@@ -89,7 +89,7 @@ class TestCheckpoint:
         ("saved", "then"),
         [
             pytest.param([EP2], [([EP2], 2), ([], 1), ([TP2, SP, EP2, ETP1], 2)], id="expert 2"),
-            pytest.param([PP2], [([EP2], 2)], id="pipeline 2"),
+            pytest.param([PP2], [([EP2], 2)], id="pipeline 2", marks=pytest.mark.slow),
         ],
     )
     def test_resume_in_any_layout_repeats_next_step(

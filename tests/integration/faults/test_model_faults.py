@@ -17,8 +17,8 @@ from tests.integration.faults.faulty import TrainerFactory
 @pytest.mark.parametrize(
     ("scheduler", "source"),
     [
-        pytest.param("sync", "the batch", id="by the update"),
-        # test_model_check.py compares an engine after a sync, too.
+        # tests/unit has the comparison, and test_model_check.py compares an engine after a sync.
+        pytest.param("sync", "the batch", id="by the update", marks=pytest.mark.slow),
         pytest.param("one_step_off", "rollout worker 0 of 1", id="after a sync", marks=pytest.mark.slow),
     ],
 )

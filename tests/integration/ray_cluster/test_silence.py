@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import ray
 
+from recipe_gkd.actor.objective.token_kl import TokenKl
 from recipe_gkd.checkpoints.saver import CheckpointSaver
 from recipe_gkd.checkpoints.state import Progress
 from recipe_gkd.cluster import Cluster
@@ -77,8 +78,8 @@ class Rank:
     def update(self, *_: Any) -> dict[str, float]:
         return {}
 
-    def kl_sums(self, *_: Any) -> dict[int, tuple[float, float]]:
-        return {}
+    def token_kl(self, *_: Any) -> TokenKl:
+        return TokenKl(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 2), np.float32))
 
     def save_checkpoint(self, _: str) -> None:
         pass
@@ -160,7 +161,7 @@ async def update(pools: Pools, _: Path) -> object:
 
 
 async def validation_kl(pools: Pools, _: Path) -> object:
-    return await pools.cluster().sum_kl([], 4)
+    return await pools.cluster().token_kl([], 4)
 
 
 async def save(pools: Pools, folder: Path) -> object:

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import psutil
+import pytest
 import ray
 import ray.cloudpickle
 
@@ -24,6 +25,8 @@ from tests._support.errors import raises
 from tests._support.rollout_models import make_model, prompts, reference_logprobs
 from tests._support.waiting import PATIENCE_S
 from tests.integration.rollout.conftest import NEW, OLD, Pool, generate_on, make_synchronizer
+
+pytestmark = pytest.mark.slow  # the engine of a pair takes a minute to start
 
 
 def test_tp2_engine_generates_and_updates(pool: Pool, tensor_pair: WorkerGroup) -> None:

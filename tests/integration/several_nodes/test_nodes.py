@@ -101,6 +101,7 @@ class TestNode:
         wait_until(lambda: not any(pid_namespace(folder) in identifiers for folder in Path("/proc").glob("[0-9]*")))
 
 
+@pytest.mark.slow  # the tests of tests/integration/several_nodes that use such nodes are slow, too
 def test_ray_runs_task_on_second_node(created: Network) -> None:
     nodes = [created.add_node() for _ in range(2)]
     with ray_cluster(nodes, (1, 2)):

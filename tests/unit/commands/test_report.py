@@ -24,7 +24,7 @@ from recipe_gkd.commands.report.advice import advice_section
 from recipe_gkd.commands.report.command import write_report
 from recipe_gkd.commands.report.page import render_page
 from recipe_gkd.commands.report.run_files import read_run
-from recipe_gkd.commands.report.samples import choose_prompts
+from recipe_gkd.commands.report.samples import KL_STEPS, choose_prompts
 from recipe_gkd.commands.report.series import Series, duration, number, reduce_points, smooth
 from recipe_gkd.commands.report.settings import HIDDEN, hide_secrets
 from recipe_gkd.commands.report.stages import stage_times
@@ -127,6 +127,36 @@ class TestPage:
             "||tool||True||assistant||It is."
         )
         assert expected in text
+
+    def test_tokens_have_the_color_of_their_divergence(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        first, last = sorted((run / "validation").iterdir())
+        texts, kl = ["Let", " <me>", "12", "", "."], [0.05, 0.1, 0.3, 1.0, None]
+        record = json.loads(first.read_text()) | {
+            "raw_answer": "plain",
+            "tokens": {"texts": texts, "kl": kl, "turns": [0]},
+        }
+        first.write_text(json.dumps(record) + "\n")
+        messages = [{"role": role, "content": role} for role in ("assistant", "tool", "assistant")]
+        turns = {"tokens": {"texts": texts, "kl": kl, "turns": [0, 2]}, "conversation": {"messages": messages}}
+        last.write_text(json.dumps(record | turns) + "\n")
+        page = own_page(run)
+        start = 'Let<span class="kl1" title="0.1"> &lt;me&gt;</span>'
+        end = '<span class="kl2" title="0.3">12</span><span class="kl3" title="1"></span>.</pre>'
+        assert f'<pre dir="auto">{start}{end}' in page and "plain" not in page
+        assert f'class="sampled">{start}</pre>' in page and f'class="sampled">{end}' in page
+        assert ">tool</pre>" in page and ">assistant</pre>" not in page
+        assert page.count("KL to the teacher &ge;") == len(KL_STEPS)
+
+    def test_tokens_that_do_not_fit_the_messages_are_left_out(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        first, last = sorted((run / "validation").iterdir())
+        for path, broken in (
+            (first, {"texts": ["a"], "kl": [], "turns": [0]}),
+            (last, {"texts": ["a"], "kl": [1.0], "turns": [0, 1]}),
+        ):
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"raw_answer": "plain", "tokens": broken}) + "\n")
+        assert own_page(run).count("plain</pre>") == 2
 
     def test_long_run_gives_a_small_page(self, tmp_path: Path) -> None:
         run = make_run(tmp_path / "run")

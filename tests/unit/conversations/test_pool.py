@@ -216,6 +216,7 @@ class TestFaults:
         with EnvironmentPool(settings, 1) as pool:
             asyncio.run(main(pool))
 
+    @pytest.mark.slow
     def test_process_with_many_late_threads_is_replaced(self) -> None:
         settings = settings_of(
             f"rollout.tools=[{FILE}:block]", "rollout.tool_parser=hermes", "rollout.environment_timeout_s=1"

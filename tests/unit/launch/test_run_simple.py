@@ -82,8 +82,14 @@ def test_paths_of_the_caller_reach_the_configuration(tmp_path: Path, script: str
     assert found["trainer"]["test_freq"] == 5
 
 
-@pytest.mark.parametrize("script", ["run_simple.sh", "run_qwen2.5_one_node.sh", "run_qwen2.5_ray_cluster.sh"])
-@pytest.mark.parametrize("config_path", [["--config-path=./conf"], ["--config-path", "conf"]])
+@pytest.mark.parametrize(
+    ("script", "config_path"),
+    [
+        ("run_simple.sh", ["--config-path=./conf"]),
+        ("run_qwen2.5_one_node.sh", ["--config-path", "conf"]),
+        ("run_qwen2.5_ray_cluster.sh", ["--config-path=./conf"]),
+    ],
+)
 def test_only_paths_are_resolved(tmp_path: Path, script: str, config_path: list[str]) -> None:
     shutil.copytree(REPO / "config", tmp_path / "conf")
     for name in ("t.jsonl", "u.jsonl", "qwen2.5"):

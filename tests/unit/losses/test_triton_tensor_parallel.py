@@ -157,7 +157,9 @@ def assert_near(found: np.ndarray, expected: Tensor, rtol: float, label: str) ->
     )
 
 
-@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+@pytest.mark.parametrize(
+    "vocab_size", [*(pytest.param(each, marks=pytest.mark.slow) for each in VOCABULARIES[:2]), *VOCABULARIES[2:]]
+)
 def test_loss_on_two_shards_equals_dense_float64(interpreted_ranks: Run, vocab_size: int) -> None:
     check_settings(interpreted_ranks, [setting for setting in SETTINGS if setting.vocab_size == vocab_size])
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from recipe_gkd import validation as validation_module
 from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.folders import steps_of
 from recipe_gkd.checkpoints.resume import resume_points
@@ -39,7 +38,9 @@ from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.teachers.router import Teachers
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.trainer import RewardContext, Trainer
-from recipe_gkd.validation import ScoredResponse, Validation, read_validation, response_lines, table_of
+from recipe_gkd.validation import validation as validation_module
+from recipe_gkd.validation.records import ScoredResponse, response_lines, table_of
+from recipe_gkd.validation.validation import Validation, read_validation
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 

@@ -17,7 +17,7 @@ Metrics for each data source (the column ``data.data_source_key``; ``data`` for 
     val/<data_source>/seq_rep_4           mean share of repeated 4-grams of tokens in a response
     val/<data_source>/looping_fraction    fraction of truncated responses that mostly repeat themselves
 
-and the metrics of :mod:`recipe_gkd.validation_kl` with ``trainer.val_kl``. Without a reward function there are
+and the metrics of :mod:`recipe_gkd.validation.kl` with ``trainer.val_kl``. Without a reward function there are
 no rewards.
 """
 
@@ -28,10 +28,8 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,27 +43,26 @@ from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import VALIDATION, DataSet, read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward
 from recipe_gkd.data.tools import Tools
-from recipe_gkd.data.values import is_list_of_objects
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.metrics.conversations import validation_metrics
 from recipe_gkd.metrics.repetition import LOOPING, REPETITION, repetition_metrics
-from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
-from recipe_gkd.rewards.items import CONVERSATION, TruthUse, conversation_fields, decode_for_people
-from recipe_gkd.rewards.reporting import mean_numbers, raw_field, reward_fields, scores_PN
-from recipe_gkd.runtime.json_lines import json_line
+from recipe_gkd.rewards import RewardItems, RewardScorer
+from recipe_gkd.rewards.items import TruthUse, decode_for_people
+from recipe_gkd.rewards.reporting import mean_numbers, scores_PN
 from recipe_gkd.runtime.keyed_timeout import KeyedTimeout
 from recipe_gkd.runtime.pending_files import PendingFiles
 from recipe_gkd.runtime.threads import in_thread
 from recipe_gkd.teachers.routes import read_routes
-from recipe_gkd.validation_kl import FORWARD, REVERSE, ResponseKl
-from teacher.common.display_text import excerpt, make_visible
+from recipe_gkd.validation.kl import FORWARD, REVERSE, ResponseKl
+from recipe_gkd.validation.records import LENGTH, ScoredResponse, response_lines, table_of
+from recipe_gkd.validation.tokens import token_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
-LENGTH, TRUNCATED = "response_len", "truncated_fraction"
+TRUNCATED = "truncated_fraction"
 FAILURES = "reward_failures"
 MAX_FAILED_SHARE = 0.1
 """Largest share of a data source's responses without a reward with which the reward is a metric."""
@@ -74,14 +71,6 @@ DEFAULT_SOURCE = "data"
 WRITE_TIMEOUT_S = 60.0
 """Deadline of the file of a validation's responses. A disk that takes longer does not hold up the training."""
 CLOSE_TIMEOUT_S = 5.0
-ENDS = {
-    "length": "truncated",
-    "turns": "ended by rollout.max_turns",
-    "time": "ended by rollout.conversation_timeout_s",
-    "failure": "failed",
-}
-LOGGED_CHARS = 200
-"""Maximum number of characters of each text in the log. The file contains the whole text."""
 
 
 class Validation:
@@ -231,9 +220,12 @@ class Validation:
         raw = await in_thread(lambda: [decode_for_people(response, self._tokenizer) for response in responses])
         rewards = [None] * len(items) if scorer is None else await scorer.score(items)
         kls = [None] * len(items) if kl is None else kl.forward_per_response()
+        tokens: list[dict[str, Any] | None] = [None] * len(items)
+        if kl is not None:
+            tokens = await in_thread(token_fields, responses, kl.forward_per_token(), self._tokenizer)
         return [
             ScoredResponse(str(self._sources[index // self.n]), *values)
-            for index, values in enumerate(zip(self.prompts, responses, items, rewards, kls, raw, strict=True))
+            for index, values in enumerate(zip(self.prompts, responses, items, rewards, kls, raw, tokens, strict=True))
         ]
 
     def _metrics(self, scored: list[ScoredResponse]) -> dict[str, float]:
@@ -276,46 +268,6 @@ class Validation:
         return metrics | mean_numbers([reward.numbers for reward in found], f"val/{source}/")
 
 
-@dataclass(frozen=True)
-class ScoredResponse:
-    """A validation response and its scores.
-
-    Attributes:
-        data_source: Data source of the prompt.
-        response: Response to the prompt.
-        item: Arguments of the reward function.
-        reward: Reward of the response. None without a reward function.
-        kl: Mean forward KL divergence over its scored tokens in nats. None if it is not reported, or without tokens.
-        raw: Response with all special tokens, for people. None: not known.
-    """
-
-    data_source: str
-    prompt: Prompt
-    response: Response
-    item: RewardItem
-    reward: Reward | None = None
-    kl: float | None = None
-    raw: str | None = None
-
-    @property
-    def shown(self) -> str:
-        """Response for people."""
-        return self.item.response if self.raw is None else self.raw
-
-    @property
-    def is_truncated(self) -> bool:
-        """True if a limit ended the response, such as ``data.max_response_length``."""
-        return self.response.finish_reason == "length"
-
-    @property
-    def mark(self) -> str:
-        """Mark of a response that a limit, or a failure of its environment, has ended."""
-        transcript = self.response.transcript
-        if transcript is None or not self.is_truncated:
-            return " (truncated)" if self.is_truncated else ""
-        return f" ({ENDS[transcript.end]})"
-
-
 def read_validation(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
@@ -331,57 +283,3 @@ def read_sources(data_set: DataSet, rows: Sequence[int]) -> list[str]:
     """Return the data source of each of some rows, ``data`` for rows without one."""
     sources = data_set.take(rows).data_sources()
     return [DEFAULT_SOURCE if source is None else str(source) for source in sources]
-
-
-def response_lines(scored: Sequence[ScoredResponse]) -> bytes:
-    """Return the lines of a file of responses: one JSON object per response.
-
-    ``answer`` is the text for the reward function; ``raw_answer`` has the special tokens that it lacks, if any.
-    """
-    lines = [
-        {
-            "data_source": one.data_source,
-            "row": one.prompt.row,
-            "prompt": one.item.prompt,
-            "answer": one.item.response,
-            **raw_field("raw_answer", one.item.response, one.raw),
-            "ground_truth": one.item.ground_truth,
-            **reward_fields(one.reward),
-            **({} if one.kl is None else {FORWARD: one.kl}),
-            LENGTH: len(one.response.ids),
-            "finish_reason": one.response.finish_reason,
-            **({} if (found := one.response.transcript) is None else {CONVERSATION: conversation_fields(found)}),
-        }
-        for one in scored
-    ]
-    return "".join(map(json_line, lines)).encode()
-
-
-def table_of(scored: Sequence[ScoredResponse], n: int, path: Path) -> str:
-    """Return a readable table of ``n`` evenly spaced responses, which are the same ones each time.
-
-    Responses have their special tokens, such as the one that ends them, and a mark if they were truncated.
-    """
-    n = min(n, len(scored))
-    lines = [f"{n} of {len(scored)} responses, all in {path}"]
-    for one in (scored[i * len(scored) // n] for i in range(n)):
-        lines += [
-            f"  {make_visible(one.data_source)}, row {one.prompt.row}",
-            f"    prompt        {_excerpt(one.item.prompt)}",
-            f"    response      {_excerpt(one.shown)}{one.mark}",
-        ]
-        if one.item.ground_truth is not None:
-            lines.append(f"    ground truth  {_excerpt(one.item.ground_truth)}")
-        if one.reward is not None:
-            numbers = "".join(f", {name} {value:g}" for name, value in one.reward.numbers.items())
-            lines.append(f"    reward        {one.reward.score:g}{numbers}")
-        if one.kl is not None:
-            lines.append(f"    KL            {one.kl:.4g} nats per token")
-    return "\n".join(lines)
-
-
-def _excerpt(value: object) -> str:
-    """Return the beginning and the end of a text, on one line."""
-    if is_list_of_objects(value) and value:
-        value = " | ".join(f"{message.get('role')}: {message.get('content')}" for message in value)
-    return make_visible(excerpt(str(value), LOGGED_CHARS))

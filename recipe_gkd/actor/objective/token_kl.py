@@ -1,11 +1,12 @@
-"""KL divergences between student and teacher at the responses of a validation, without a gradient.
+"""KL divergences between student and teacher at the response tokens of a validation, without a gradient.
 
-Shape suffixes: T response tokens of a micro-batch.
+Shape suffixes: T response tokens, D = 2 divergences (forward, reverse).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,17 +21,29 @@ from recipe_gkd.losses.divergences import forward_kl, reverse_kl
 from recipe_gkd.losses.logits_query import LogitsQuery
 from recipe_gkd.losses.student_output import StudentOutput
 
-KlSums = dict[int, tuple[float, float]]
-"""Uid of a sample -> sums over its scored tokens of forward KL(teacher || student) and reverse KL(student || teacher),
-in nats. The tail outside the support is one outcome."""
-
-_FORWARD, _REVERSE = "forward_kl_T", "reverse_kl_T"
+_FORWARD, _REVERSE, _POSITION, _IS_SCORED = "forward_kl_T", "reverse_kl_T", "position_T", "is_scored_T"
 
 
-def kl_sums(updater: Updater, gkd: GkdConfig, samples: Sequence[Sample], step: int, n_token_ids: int) -> KlSums:
-    """Return the sums of the tokens that this rank computes. Collective.
+@dataclass(frozen=True)
+class TokenKl:
+    """KL divergences of the scored tokens that a rank computes.
 
-    The sums over all ranks cover the whole sample. Both models have ``gkd.distill_temperature``.
+    Attributes:
+        uids_T: Uid of the response, int64.
+        positions_T: Index of the token in the whole response, int64.
+        kl_TD: Forward KL(teacher || student) and reverse KL(student || teacher) in nats, float32. The tail outside the
+            support is one outcome.
+    """
+
+    uids_T: np.ndarray
+    positions_T: np.ndarray
+    kl_TD: np.ndarray
+
+
+def token_kl(updater: Updater, gkd: GkdConfig, samples: Sequence[Sample], step: int, n_token_ids: int) -> TokenKl:
+    """Return the divergences of the tokens that this rank computes. Collective.
+
+    Each scored token of the samples is in the result of one rank. Both models have ``gkd.distill_temperature``.
 
     Args:
         updater: Updates of the model, whose limit of the micro-batches holds here too. The weights suffice.
@@ -57,19 +70,18 @@ def kl_sums(updater: Updater, gkd: GkdConfig, samples: Sequence[Sample], step: i
         stats = student.compute_log_stats(query, kernel_backend=gkd.kernel_backend)
         buckets = bucketed_distributions(stats.log_mass_TB, batch.logps_TK, valid_TK, "bucket")
         zero = buckets.log_p_TC.new_zeros(())
-        sums = {
+        values = {
             name: torch.where(batch.has_teacher_T, divergence(buckets), zero)
             for name, divergence in ((_FORWARD, forward_kl), (_REVERSE, reverse_kl))
         }
-        return MicroBatchLosses(loss_T=sums[_FORWARD], sums=sums, maxima={})
+        values |= {_POSITION: batch.starts_T + batch.positions_T, _IS_SCORED: batch.has_teacher_T}
+        return MicroBatchLosses(loss_T=values[_FORWARD], sums=values, maxima={})
 
-    found: KlSums = {}
+    parts = [TokenKl(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 2), np.float32))]
     for report in updater.evaluate(samples, step, measure):
-        uids, index_T = np.unique(report["uids_T"], return_inverse=True)
-        forward, reverse = (
-            np.bincount(index_T, report["sums"][name].double().cpu().numpy()) for name in (_FORWARD, _REVERSE)
-        )
-        for uid, *sums in zip(uids.tolist(), forward.tolist(), reverse.tolist(), strict=True):
-            before = found.get(uid, (0.0, 0.0))  # another part of the same conversation
-            found[uid] = before[0] + sums[0], before[1] + sums[1]
-    return found
+        values = {name: each.cpu().numpy() for name, each in report["sums"].items()}
+        scored_T = values[_IS_SCORED]
+        kl_TD = np.stack([values[_FORWARD], values[_REVERSE]], axis=1)
+        parts.append(TokenKl(report["uids_T"][scored_T], values[_POSITION][scored_T], kl_TD[scored_T]))
+    arrays = zip(*((part.uids_T, part.positions_T, part.kl_TD) for part in parts), strict=True)
+    return TokenKl(*map(np.concatenate, arrays))

@@ -9,25 +9,27 @@ Ids outside the support (``teacher.support``) are one outcome, so both are lower
 between supports. They do not depend on the loss of the run.
 Both models have ``gkd.distill_temperature``, and positions from ``gkd.max_loss_position`` on are left out.
 
-Shape suffixes: N samples, D = 2 divergences (forward, reverse).
+Shape suffixes: N responses, T tokens of a response, D = 2 divergences (forward, reverse).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from recipe_gkd.data.samples import Prompt, Response, Sample
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 
+if TYPE_CHECKING:
+    from recipe_gkd.actor.objective.token_kl import TokenKl
+
 FORWARD, REVERSE = "kl", "reverse_kl"
 
 Pair = tuple[Prompt, Response]
-Score = Callable[[Sequence[Pair]], Coroutine[Any, Any, list[Sample]]]
-SumKl = Callable[[Sequence[Sample]], Awaitable[Sequence[Mapping[int, tuple[float, float]]]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,30 +38,48 @@ class KlStages:
 
     Attributes:
         score: Returns the samples of a group of responses, scored by their teachers. Groups are scored concurrently.
-        sum_kl: Returns the results of :meth:`~recipe_gkd.actor.student_actor.StudentActor.kl_sums` of all actor ranks.
+        token_kl: Returns the results of :meth:`~recipe_gkd.actor.student_actor.StudentActor.token_kl` of all actor
+            ranks.
     """
 
-    score: Score
-    sum_kl: SumKl
+    score: Callable[[Sequence[Pair]], Coroutine[Any, Any, list[Sample]]]
+    token_kl: Callable[[Sequence[Sample]], Awaitable[Sequence[TokenKl]]]
 
 
 @dataclass(frozen=True)
 class ResponseKl:
-    """KL divergences of each response.
+    """KL divergences at the tokens of each response.
 
     Attributes:
-        n_tokens_N: Number of scored tokens, int64.
-        sums_ND: Sums over these tokens of forward and reverse KL in nats, float64.
+        kl_TD: Forward and reverse KL in nats, float32 [T, D] for each response.
+        is_scored_T: True for the tokens that a teacher has scored, bool [T] for each response.
     """
 
-    n_tokens_N: np.ndarray
-    sums_ND: np.ndarray
+    kl_TD: Sequence[np.ndarray]
+    is_scored_T: Sequence[np.ndarray]
+
+    @cached_property
+    def n_tokens_N(self) -> np.ndarray:
+        """Number of scored tokens of each response, int64."""
+        return np.array([scored_T.sum() for scored_T in self.is_scored_T], np.int64)
+
+    @cached_property
+    def sums_ND(self) -> np.ndarray:
+        """Sums over the scored tokens of each response, float64."""
+        of_responses = zip(self.kl_TD, self.is_scored_T, strict=True)
+        sums = [kl_TD[scored_T].sum(0, dtype=np.float64) for kl_TD, scored_T in of_responses]
+        return np.array(sums, np.float64).reshape(-1, 2)
 
     def forward_per_response(self) -> list[float | None]:
         """Return the mean forward KL of each response, None for responses without scored tokens."""
         return [
             float(forward / n) if n else None for n, forward in zip(self.n_tokens_N, self.sums_ND[:, 0], strict=True)
         ]
+
+    def forward_per_token(self) -> list[np.ndarray]:
+        """Return the forward KL at each token, float32 [T] for each response; NaN if no teacher has scored it."""
+        of_responses = zip(self.kl_TD, self.is_scored_T, strict=True)
+        return [np.where(scored_T, kl_TD[:, 0], np.float32(np.nan)) for kl_TD, scored_T in of_responses]
 
     def metrics(self, sources_N: np.ndarray) -> dict[str, float]:
         """Return the metrics of each data source. A source without scored tokens has none.
@@ -85,8 +105,8 @@ async def measure_kl(pairs: Sequence[Pair], stages: KlStages, *, group_size: int
         group_size: Number of responses in a request to the teacher.
         chunk_size: Number of responses whose teacher scores are in memory at a time.
     """
-    n_tokens = {prompt.uid: 0 for prompt, _ in pairs}
-    totals = {prompt.uid: np.zeros(2) for prompt, _ in pairs}
+    kl_TD = {prompt.uid: np.zeros((len(response.ids), 2), np.float32) for prompt, response in pairs}
+    is_scored_T = {prompt.uid: np.zeros(len(response.ids), np.bool_) for prompt, response in pairs}
     for start in range(0, len(pairs), chunk_size):
         chunk = pairs[start : start + chunk_size]
         async with FirstErrorTaskGroup() as tasks:
@@ -95,10 +115,11 @@ async def measure_kl(pairs: Sequence[Pair], stages: KlStages, *, group_size: int
                 for first in range(0, len(chunk), group_size)
             ]
             samples = [sample for group in groups for sample in await group]
-        for of_rank in await stages.sum_kl(samples):
-            for uid, sums in of_rank.items():
-                totals[uid] += sums
-        for sample in samples:
-            n_tokens[sample.prompt.uid] += sample.teacher.n_scored
+        for of_rank in await stages.token_kl(samples):
+            order_T = np.argsort(of_rank.uids_T, kind="stable")
+            uids, starts = np.unique(of_rank.uids_T[order_T], return_index=True)
+            for uid, rows_T in zip(uids.tolist(), np.split(order_T, starts)[1:], strict=True):
+                kl_TD[uid][of_rank.positions_T[rows_T]] = of_rank.kl_TD[rows_T]
+                is_scored_T[uid][of_rank.positions_T[rows_T]] = True
         del samples, groups  # the rows, before the rows of the next chunk arrive
-    return ResponseKl(np.array(list(n_tokens.values()), np.int64), np.array(list(totals.values())).reshape(-1, 2))
+    return ResponseKl(list(kl_TD.values()), list(is_scored_T.values()))

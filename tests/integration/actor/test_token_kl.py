@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,51 +47,63 @@ def first_tokens(sample: Sample, n: int) -> Sample:
 
 @pytest.fixture(scope="module")
 def measured() -> list[Sample]:
-    """Return samples of which one is skipped and one has scores at its first tokens only. Two have the same uid."""
+    """Return samples of which one is skipped and one has scores at its first tokens only.
+
+    The last one continues the response of the first one, as a part of the same conversation.
+    """
     samples = make_batch(0, skipped=(1,))
     number = next(
         number for number, sample in enumerate(samples) if number != 1 and len(sample.response.ids) > N_SCORED
     )
     whole = samples[number]
     samples[number] = replace(whole, teacher=first_tokens(whole, N_SCORED).teacher.extended(len(whole.response.ids)))
-    last, uid = samples[-1], samples[0].prompt.uid  # parts of one conversation
-    samples[-1] = replace(last, prompt=replace(last.prompt, uid=uid), response=replace(last.response, uid=uid))
+    first, last = samples[0].response, samples[-1]
+    response = replace(last.response, uid=first.uid, start=len(first.ids))
+    samples[-1] = replace(last, prompt=replace(last.prompt, uid=first.uid), response=response)
     return samples
 
 
 @pytest.fixture(scope="module")
-def expected(measured: list[Sample], folders: dict[str, Path]) -> dict[int, list[float]]:
-    """Return the sums of forward and reverse KL of each sample in float64."""
+def expected(measured: list[Sample], folders: dict[str, Path]) -> dict[tuple[int, int], list[float]]:
+    """Return forward and reverse KL at each scored token in float64, by uid and position in the response."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.float64)
-    found: dict[int, list[float]] = {}
+    found: dict[tuple[int, int], list[float]] = {}
     for sample in without_empty(measured):
         scored = first_tokens(sample, int(sample.teacher.is_scored_T.sum()))
-        sums = found.setdefault(sample.prompt.uid, [0.0, 0.0])
         if len(scored.response.ids):
             with torch.no_grad():
                 logits_TV = response_logits(model, scored.token_ids, len(scored.prompt.ids))
             divergences = (Divergence(kind=kind, tail="bucket") for kind in ("forward_kl", "reverse_kl"))
-            sums[:] = (
-                a + divergence_of(scored, logits_TV, b).sum().item() for a, b in zip(sums, divergences, strict=True)
-            )
+            kl_TD = torch.stack([divergence_of(scored, logits_TV, each) for each in divergences], dim=1)
+            start, uid = sample.response.start, sample.prompt.uid
+            found |= {(uid, start + position): values for position, values in enumerate(kl_TD.tolist())}
     return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_kl_sums_equal_plain_program_and_leave_no_gradient(
-    layout: str, measured: list[Sample], expected: dict[int, list[float]], pool: WorkerPool, folders: dict[str, Path]
+def test_token_kl_equals_plain_program_and_leaves_no_gradient(
+    layout: str,
+    measured: list[Sample],
+    expected: dict[tuple[int, int], list[float]],
+    pool: WorkerPool,
+    folders: dict[str, Path],
 ) -> None:
     batches = [make_batch(1)]
     ranks, overrides = LAYOUTS[layout]
     config = make_config(folders["qwen2"], *overrides, ranks=ranks)
-    results = pool.run(ranks, jobs.kl_sums_and_train, config, measured, batches)
-    totals: defaultdict[int, torch.Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
-    for of_rank, _ in results:
-        for uid, sums in of_rank.items():
-            totals[uid] += torch.tensor(sums, dtype=torch.float64)
-    assert totals.keys() == expected.keys()
-    for uid, sums in expected.items():
-        assert totals[uid].tolist() == pytest.approx(sums, rel=1e-5, abs=1e-6), uid
+    results = pool.run(ranks, jobs.token_kl_and_train, config, measured, batches)
+    tokens = [
+        ((uid, position), values)
+        for of_rank, _ in results
+        for uid, position, values in zip(
+            of_rank.uids_T.tolist(), of_rank.positions_T.tolist(), of_rank.kl_TD.tolist(), strict=True
+        )
+    ]
+    found = dict(tokens)
+    assert len(found) == len(tokens), "each token is in the result of one rank"
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values, rel=1e-4, abs=1e-6), key
     metrics, weights = reference_training(folders["qwen2"], batches)
     assert_metrics(results[0][1].metrics, metrics)
     assert_weights(results[0][1].weights, weights)

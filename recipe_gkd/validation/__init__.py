@@ -1,0 +1,1 @@
+"""Periodic evaluation of the student on held-out prompts during a training."""
