@@ -83,6 +83,32 @@ def test_student_that_teaches_itself_has_no_loss_in_any_turn(student: Path, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
+def test_rewards_of_turns_train(student: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(student, tmp_path / "turn_rewards")
+    reward = tmp_path / "reward.py"
+    # The second turn has a reward, so the advantages of both turns differ between the conversations of a group.
+    reward.write_text(
+        "def compute_score(response, extra):\n"
+        "    n_turns = extra['conversation']['n_turns']\n"
+        "    return {'turn_scores': [0.0, 1.0, 0.0][:n_turns], 'has_second': float(n_turns > 1)}\n"
+    )
+    overrides = (
+        "gkd.use_rl_loss=true", "gkd.distill_loss_coef=0", "actor_rollout_ref.rollout.n=8", "data.train_batch_size=8",
+        "actor_rollout_ref.actor.optim.lr=1e-3", "trainer.total_training_steps=4",
+    )  # fmt: skip
+    command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-path", "examples/calculator"]
+    teacher = f"actor_rollout_ref.teacher.model_path={folder}/student"
+    settings = (*EXACT, teacher, f"custom_reward_function.path={reward}", *overrides)
+    run([*command, "--config-name", "calculator", *settings], folder)
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 4
+    for metrics in lines:
+        assert 0 < metrics["reward/mean"] == pytest.approx(metrics["reward/has_second"])
+        assert metrics["actor/grad_norm"] > 0 and metrics["conversation/failures"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
 def test_commands_sample_conversations(student: Path, tmp_path: Path) -> None:
     """``evaluate`` and ``data inspect --rollout`` execute the calls of the student."""
     keys = ["rollout.tools=[examples/calculator/tools.py:calculator]", "rollout.tool_parser=hermes"]
