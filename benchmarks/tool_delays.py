@@ -37,13 +37,13 @@ def trained_student(models: Path) -> Path:
 
 
 def run(models: Path, folder: Path, steps: int, staleness: int, delay_s: float) -> Measurement:
-    """Train with tools that take up to ``delay_s`` seconds. The learning rate is 0, so all runs do the same work."""
+    """Train with tools that take up to ``delay_s`` seconds. A tiny learning rate gives all runs the same work."""
     with teacher_service(models / "teacher", folder / "service", LIMITS) as port:
         arguments = [
             "--config-path", str(EXAMPLE), "--config-name", "calculator",
             f"actor_rollout_ref.model.path={trained_student(models)}",
             f"actor_rollout_ref.teacher.server_port={port}",
-            "actor_rollout_ref.actor.optim.lr=0", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+            "actor_rollout_ref.actor.optim.lr=1e-30", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
             f"rollout.tools=[{Path(__file__).with_name('delayed_calculator.py')}:calculator]",
             "trainer.scheduler=n_step_off", f"trainer.max_staleness={staleness}",
             f"trainer.inflight_update={str(staleness > 0).lower()}", f"trainer.total_training_steps={steps}",

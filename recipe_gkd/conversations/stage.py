@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 MAX_RESTARTS = 3
 """Number of times that a conversation starts again because others have ended the process of its environment."""
 
+SEND_INTERVAL_S = 0.02
+"""Time between two calls of a replica. Each call takes milliseconds of driver and worker, so turns share one."""
+
 SendTurns = Callable[[Sequence[TurnRequest]], AsyncGenerator[list[Turn]]]
 """Function that generates turns on a replica, in any order."""
 
@@ -123,12 +126,14 @@ class ConversationStage:
             await asyncio.gather(*opened.tasks.values(), return_exceptions=True)
 
     async def _send(self, opened: OpenBatch, send: SendTurns) -> None:
-        """Send all pending requests together, as soon as there are any, while earlier ones are generated."""
+        """Send all pending requests together, while earlier ones are generated, at most once per interval."""
+        loop, next_at = asyncio.get_running_loop(), 0.0
         async with asyncio.TaskGroup() as calls:
             while True:
                 await opened.has_pending.wait()
-                await asyncio.sleep(0)  # conversations that go on at the same time are one call
+                await asyncio.sleep(max(0.0, next_at - loop.time()))  # 0: for those that go on at the same time
                 if requests := opened.take():
+                    next_at = loop.time() + SEND_INTERVAL_S
                     calls.create_task(self._receive(opened, send, requests))
 
     @staticmethod
