@@ -62,7 +62,7 @@ class FsdpBackend:
         read_causal_lm_dims(student.path, trust_remote_code=student.trust_remote_code)  # refuses unsupported models
         join_ranks(config, spec)
         mesh = _mesh(spec, fsdp.fsdp_size)
-        module, self._names = load_sharded(
+        module, self._stored = load_sharded(
             Path(student.path),
             fsdp,
             mesh,
@@ -137,13 +137,13 @@ class FsdpBackend:
 
     def weights_meta(self) -> list[list[TensorMeta]]:
         """Return the name in the model folder, complete shape and dtype of each tensor, in order."""
-        return weights_meta(self.model.module, self._names, self.dtype)
+        return weights_meta(self.model.module, self._stored, self.dtype)
 
     def export_weights(self, first: int = 0, last: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield complete tensors on rank 0; see :func:`recipe_gkd.actor.fsdp.weights.export_weights`."""
         is_first_rank = self.layout.rank == 0
         return export_weights(
-            self.model.module, self._names, self.dtype, is_first_rank=is_first_rank, first=first, last=last
+            self.model.module, self._stored, self.dtype, is_first_rank=is_first_rank, first=first, last=last
         )
 
     def extra_files(self) -> dict[str, bytes]:

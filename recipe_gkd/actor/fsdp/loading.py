@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from recipe_gkd.actor.fsdp.lora import add_adapters
-from recipe_gkd.actor.fsdp.weights import names_in_folder
+from recipe_gkd.actor.fsdp.weights import StoredTensor, stored_tensors
 from recipe_gkd.actor.student_dims import load_hf_config
 from recipe_gkd.config.keys import FSDP
 from recipe_gkd.config.schema import FsdpConfig, LoraConfig
@@ -39,7 +39,7 @@ def load_sharded(
     trust_remote_code: bool,
     lora: LoraConfig | None = None,
     seed: int = 0,
-) -> tuple[Any, dict[str, str]]:
+) -> tuple[Any, dict[str, StoredTensor]]:
     """Load a causal language model and shard it. Collective.
 
     Args:
@@ -53,19 +53,19 @@ def load_sharded(
 
     Returns:
         The model in evaluation mode, because dropout would change the distribution that the rollout engine samples,
-        and the result of :func:`~recipe_gkd.actor.fsdp.weights.names_in_folder`.
+        and the result of :func:`~recipe_gkd.actor.fsdp.weights.stored_tensors`.
 
     Raises:
         ModelError: The folder cannot be loaded on rank 0, or lacks weights. Raised on all ranks.
         ConfigError: ``wrap_policy`` or ``lora.target_modules`` names no module of the model.
     """
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    source, names = None, None
+    source, stored = None, None
     failure: ModelError | None = None
     if dist.get_rank() == 0:
         try:
             source = _auto_model().from_pretrained(str(folder), local_files_only=True, **options)
-            names = names_in_folder(source, folder)
+            stored = stored_tensors(source, folder)
         except ModelError as error:
             failure = error
         except (OSError, ValueError, KeyError, RuntimeError, WeightFileError) as error:
@@ -74,7 +74,7 @@ def load_sharded(
                 remedy="check the folder with AutoModelForCausalLM.from_pretrained",
                 path=folder,
             )
-    results: list[Any] = [failure, names]
+    results: list[Any] = [failure, stored]
     dist.broadcast_object_list(results)
     if results[0] is not None:
         raise results[0]

@@ -5,8 +5,7 @@ This module imports transformers only when it reads a folder.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +29,6 @@ POSITION_KEYS = (
     "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
 """Names of the maximum sequence length. vLLM takes the smallest too (``derive_max_model_len_and_key``)."""
-
-_EXPERTS = re.compile(r"(^|_)(num|n)_(\w+_)?experts$")
-"""Names of the number of experts: ``num_experts``, ``num_local_experts``, ``n_routed_experts``, ``moe_num_experts``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +73,6 @@ def read_causal_lm_dims(path: str | Path, *, trust_remote_code: bool = False) ->
     hf = load_hf_config(path, trust_remote_code=trust_remote_code)
     _check_is_causal_lm(hf, path, trust_remote_code=trust_remote_code)
     text = hf.get_text_config(decoder=True)
-    _check_dense(text, path)
     _check_stored_as_trained((hf.model_type, text.model_type), path)
     vocab_size = _number(text, "vocab_size")
     if not vocab_size:
@@ -134,38 +129,16 @@ def _check_is_causal_lm(hf: PretrainedConfig, path: str | Path, *, trust_remote_
         )
 
 
-def _check_dense(text: PretrainedConfig, path: str | Path) -> None:
-    for name, value in _entries(text.to_dict()):
-        counts = value if isinstance(value, list | tuple) else [value]
-        if _EXPERTS.search(name) and any(isinstance(count, int) and count > 1 for count in counts):
-            raise ModelError(
-                f"{path} is a mixture-of-experts model ({text.model_type}, {name}={value} in config.json), which "
-                "actor_rollout_ref.actor.strategy=fsdp does not train, because transformers fuses the weights of the "
-                "experts",
-                remedy="choose a dense model, or strategy=megatron for Qwen2-MoE, Qwen3-MoE or Mixtral",
-                path=Path(path),
-                names=(name,),
-            )
-
-
-def _entries(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each entry, including nested sections."""
-    for name, value in content.items():
-        if isinstance(value, dict):
-            yield from _entries(value)
-        else:
-            yield str(name), value
-
-
 def _check_stored_as_trained(model_types: tuple[str, ...], path: str | Path) -> None:
-    """Check that the folder has exactly the model's tensors, so that vLLM accepts the tensors of the model."""
+    """Check that no tensor of the folder becomes several of the model, so that each can be exported by itself."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
     for model_type in model_types:
-        if any(isinstance(step, WeightConverter) for step in get_checkpoint_conversion_mapping(model_type) or ()):
+        steps = get_checkpoint_conversion_mapping(model_type) or ()
+        if any(isinstance(step, WeightConverter) and len(step.target_patterns) > 1 for step in steps):
             raise ModelError(
-                f"{path} is a {model_type!r} model, whose weights transformers splits or joins when it loads them; "
+                f"{path} is a {model_type!r} model, whose weights transformers splits when it loads them; "
                 "actor_rollout_ref.actor.strategy=fsdp cannot send them to the rollout engine",
                 remedy="choose another model",
                 path=Path(path),

@@ -1,13 +1,15 @@
-"""Export of complete weights under the names of the model folder, for the rollout workers and for a saved folder.
+"""Export of complete weights as the tensors of the model folder, for the rollout workers and for a saved folder.
 
 A folder may name its tensors differently from the modules of transformers: GPT-2 has ``h.0.ln_1.weight`` there for
-``transformer.h.0.ln_1.weight``, and GPT-NeoX has ``embed_out.weight`` for ``lm_head.weight``. The rollout engine has
-read the same folder, so it accepts the folder's names. A saved folder with these names can be loaded again.
+``transformer.h.0.ln_1.weight``, and GPT-NeoX has ``embed_out.weight`` for ``lm_head.weight``. It may also have several
+tensors for one parameter: those of the experts of a layer, which transformers joins. The rollout engine has read the
+same folder, so it accepts the folder's tensors. A saved folder with them can be loaded again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +27,25 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN_NAMES = 3
 
+Shapes = dict[str, tuple[int, ...]]
+"""Shape of each tensor by its name."""
 
-def names_in_folder(model: PreTrainedModel, folder: Path) -> dict[str, str]:
-    """Return the exported name of each tensor by its name in the model, each tied tensor once.
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Form of a parameter or buffer in the model folder.
+
+    Attributes:
+        shapes: Shape of each of its tensors, in order.
+        is_joined: True if transformers computes it from these tensors, such as from those of all experts.
+    """
+
+    shapes: Shapes
+    is_joined: bool = False
+
+
+def stored_tensors(model: PreTrainedModel, folder: Path) -> dict[str, StoredTensor]:
+    """Return the form in the folder of each tensor by its name in the model, each tied tensor once.
 
     All parameters are exported, and the buffers that the folder has.
 
@@ -36,18 +54,21 @@ def names_in_folder(model: PreTrainedModel, folder: Path) -> dict[str, str]:
         folder: Hugging Face folder with safetensors files.
 
     Raises:
-        ModelError: A parameter of the model is not in the folder. ``names`` has its name.
+        ModelError: A parameter of the model is not in the folder, or joined from tensors that cannot be computed from
+            it. ``names`` has its name.
         WeightFileError: A weight file cannot be read.
     """
-    state = model.state_dict(keep_vars=True)
-    stored = _stored_names(model, state, folder)
+    state, in_folder = model.state_dict(keep_vars=True), _shapes_of(folder)
+    renamed, joined = _renamed(model, state, in_folder), _joined_names(model, state)
     names_by_id: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names_by_id.setdefault(id(tensor), []).append(name)
-    exported, missing = {}, []
+    found, missing = {}, []
     for names in names_by_id.values():
-        if known := [name for name in names if name in stored]:
-            exported[known[0]] = stored[known[0]]
+        if names[0] in joined:
+            found[names[0]] = StoredTensor(_shapes_in_folder(model, names[0], state[names[0]], in_folder), True)
+        elif known := [name for name in names if name in renamed]:
+            found[known[0]] = StoredTensor({renamed[known[0]]: tuple(state[known[0]].shape)})
         elif isinstance(state[names[0]], nn.Parameter):
             missing.append(names[0])
     if missing:
@@ -57,21 +78,26 @@ def names_in_folder(model: PreTrainedModel, folder: Path) -> dict[str, str]:
             path=folder,
             names=tuple(missing),
         )
-    return exported
+    return found
 
 
-def _stored_names(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> dict[str, str]:
+def _shapes_of(folder: Path) -> Shapes:
+    """Return the shapes of all tensors of a folder."""
+    found: Shapes = {}
+    for path in weight_files(folder):
+        with open_weights(path) as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def _renamed(model: PreTrainedModel, state: dict[str, Tensor], in_folder: Shapes) -> dict[str, str]:
     """Return the name in the folder by the name in the model, as in ``convert_and_load_state_dict_in_model``."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
-    found = set[str]()
-    for path in weight_files(folder):
-        with open_weights(path) as file:
-            found.update(file.keys())
     renamings = [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
     stored: dict[str, str] = {}
-    for name in sorted(found, key=dot_natural_key):
+    for name in sorted(in_folder, key=dot_natural_key):
         renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, state)
         if renamed not in state and name in state:
             renamed = name
@@ -79,24 +105,56 @@ def _stored_names(model: PreTrainedModel, state: dict[str, Tensor], folder: Path
     return stored
 
 
-def weights_meta(module: nn.Module, names: Mapping[str, str], dtype: torch.dtype) -> list[list[TensorMeta]]:
-    """Return name, complete shape and dtype of each tensor of :func:`export_weights`, in order.
+def _joined_names(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
+    """Return the names of the tensors that transformers computes from other ones when it loads a folder."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    steps = [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightConverter)]
+    if not steps:
+        return set()
+    reverse = [step.reverse_transform() for step in steps[::-1]]
+    return {name for name in state if rename_source_key(name, [], reverse, reverse=True)[1] is not None}
+
+
+def _shapes_in_folder(model: PreTrainedModel, name: str, tensor: Tensor, in_folder: Shapes) -> Shapes:
+    shapes = {part: tuple(each.shape) for part, each in _as_in_folder(model, name, tensor.detach()).items()}
+    if any(in_folder.get(part) != shape for part, shape in shapes.items()):
+        wrong = next(part for part, shape in shapes.items() if in_folder.get(part) != shape)
+        raise ModelError(
+            f"{type(model).__name__}: the rollout engine would get {wrong} with the shape {list(shapes[wrong])} for "
+            f"{name}, but the model folder has {in_folder.get(wrong, 'no such tensor')}",
+            remedy="save the folder again with save_pretrained() of transformers",
+            names=(name,),
+        )
+    return shapes
+
+
+def _as_in_folder(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of the folder for one that transformers has joined."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return found
+
+
+def weights_meta(module: nn.Module, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> list[list[TensorMeta]]:
+    """Return name, complete shape and dtype of the tensors of :func:`export_weights`, for each weight in order.
 
     Args:
         module: Sharded model.
-        names: Result of :func:`names_in_folder`.
+        stored: Result of :func:`stored_tensors`.
         dtype: Data type of exported weights.
     """
-    return [
-        [(name, tuple(tensor.shape), str(_dtype(tensor, dtype)).removeprefix("torch."))]
-        for name, tensor in _exported(module, names)
-    ]
+    state = base_state(module)
+    dtypes = {name: str(_dtype(state[name], dtype)).removeprefix("torch.") for name in stored}
+    return [[(part, shape, dtypes[name]) for part, shape in form.shapes.items()] for name, form in stored.items()]
 
 
 @torch.no_grad()
 def export_weights(
-    module: nn.Module,
-    names: Mapping[str, str],
+    module: PreTrainedModel,
+    stored: Mapping[str, StoredTensor],
     dtype: torch.dtype,
     *,
     is_first_rank: bool,
@@ -107,31 +165,31 @@ def export_weights(
 
     Args:
         module: Sharded model.
-        names: Result of :func:`names_in_folder`.
+        stored: Result of :func:`stored_tensors`.
         dtype: Data type of exported weights.
         is_first_rank: True on rank 0.
         first: Index of the first weight.
         last: Index after the last weight; None for all.
 
     Yields:
-        Name and tensor on rank 0; nothing on the other ranks, which must exhaust the iterator as well.
+        Name and tensor in the folder, on rank 0; nothing on the other ranks, which must exhaust the iterator as well.
     """
-    adapted = layers_by_weight(module)
-    for name, shard in _exported(module, names)[first:last]:
+    adapted, state = layers_by_weight(module), base_state(module)
+    for name, form in list(stored.items())[first:last]:
+        shard = state[name]
         if layer := adapted.get(id(shard)):
             tensor = merged_weight(layer).to(dtype)
         else:
             tensor = shard.detach().to(_dtype(shard, dtype))
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
-        if is_first_rank:
-            yield name, tensor
-
-
-def _exported(module: nn.Module, names: Mapping[str, str]) -> list[tuple[str, Tensor]]:
-    """Return exported name and shard of each tensor, in order."""
-    state = base_state(module)
-    return [(exported, state[name]) for name, exported in names.items()]
+        if not is_first_rank:
+            continue
+        if form.is_joined:
+            parts = _as_in_folder(module, name, tensor)
+            yield from ((part, parts[part].contiguous()) for part in form.shapes)
+        else:
+            yield from ((part, tensor) for part in form.shapes)
 
 
 def _dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -50,6 +50,26 @@ def train_and_save(
         return metrics, exported(actor)
 
 
+def train_and_save_all(
+    rank: int,
+    world_size: int,
+    port: int,
+    config: Config,
+    first: list[Sample],
+    second: list[Sample],
+    checkpoint: Path,
+    folder: Path,
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Like :func:`train_and_save`; the weights after the second update are also in a Hugging Face folder."""
+    with started(rank, world_size, port, config) as actor:
+        update(actor, first, 0)
+        actor.save_checkpoint(checkpoint)
+        metrics = update(actor, second, 1)
+        actor.finish_saves()
+        actor.save_hf(folder)
+        return metrics, exported(actor)
+
+
 def resume_and_train(
     rank: int, world_size: int, port: int, config: Config, path: Path, batch: list[Sample]
 ) -> tuple[int, dict[str, float], dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Test of a weight sync from an expert-parallel mixture-of-experts actor to an engine."""
+"""Test of a weight sync from a mixture-of-experts actor to an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.integration.rollout.reusable_actors import ReusableActorWorker, start
 
 pytestmark = pytest.mark.slow
 
-MEGATRON = "actor_rollout_ref.actor.megatron"
+ACTOR = "actor_rollout_ref.actor"
+MEGATRON = f"{ACTOR}.megatron"
 GIVEN = prompts(12)
 RANKS = 2
 
@@ -39,12 +40,19 @@ def make_moe_model(seed: int) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config).float().eval()
 
 
-def test_sync_from_expert_parallel_actor_matches_export(ray_session: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param([f"{MEGATRON}.expert_model_parallel_size={RANKS}", f"{MEGATRON}.dtype=float32"], id="megatron"),
+        pytest.param([f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype=float32"], id="fsdp"),
+    ],
+)
+def test_sync_from_actor_matches_export(ray_session: None, tmp_path: Path, overrides: list[str]) -> None:
     folder, export = tmp_path / "mixture", tmp_path / "export"
     make_moe_model(1).save_pretrained(folder)
     config = config_for(
-        folder, f"trainer.n_gpus_per_node={RANKS}", f"{MEGATRON}.expert_model_parallel_size={RANKS}",
-        f"{MEGATRON}.dtype=float32", "actor_rollout_ref.actor.optim.lr=0.01", "actor_rollout_ref.nccl_timeout=60",
+        folder, f"trainer.n_gpus_per_node={RANKS}", *overrides, f"{ACTOR}.optim.lr=0.01",
+        "actor_rollout_ref.nccl_timeout=60",
     )  # fmt: skip
     own = environment()
     env = {"env_vars": actor_environment("cpu")}

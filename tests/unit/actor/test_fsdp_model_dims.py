@@ -98,11 +98,7 @@ class TestReadCausalLMDims:
     @pytest.mark.parametrize(
         ("content", "name"),
         [
-            (family("mixtral", num_local_experts=4), "num_local_experts"),
-            (family("qwen3_moe", num_experts=4), "num_local_experts"),
-            (family("gpt_oss", num_local_experts=4, head_dim=8), "num_local_experts"),
-            ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 4}}, "moe_num_experts"),
-            (family("olmo_hybrid"), "model_type"),
+            ({"model_type": "hrm_text"}, "model_type"),
             ({"model_type": "t5"}, "model_type"),
             ({"model_type": "bart"}, "model_type"),
             ({"model_type": "vit"}, "model_type"),

@@ -1,4 +1,4 @@
-"""Names under which the FSDP backend exports the tensors of a model."""
+"""Names and tensors that the FSDP backend exports."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from recipe_gkd.actor.fsdp.loading import load_sharded
-from recipe_gkd.actor.fsdp.weights import export_weights, names_in_folder, weights_meta
+from recipe_gkd.actor.fsdp.weights import export_weights, stored_tensors, weights_meta
 from recipe_gkd.errors import ModelError
 from tests._support.base_config import base_config
 from tests._support.causal_models import random_causal_lm
@@ -25,14 +26,13 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 TIED_LLAMA = SIZES | {"tie_word_embeddings": True}
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16}
+EXPERTS = SIZES | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
 BUFFER = "model.layers.0.mlp.act_fn.beta"
 """Persistent buffer of Apertus."""
 
 
 def saved(folder: Path, class_name: str, options: dict[str, Any], change: Callable[[str], str | None] = str) -> Any:
     """Return a model that was loaded from ``folder``, after its tensors were renamed there, or removed for None."""
-    import transformers
-
     random_causal_lm(class_name, options).save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
     renamed = {change(name): tensor for name, tensor in state.items()}
@@ -70,27 +70,51 @@ def test_export_has_the_tensors_of_the_folder(
     tmp_path: Path,
 ) -> None:
     model = saved(tmp_path, class_name, options, change)
-    names = names_in_folder(model, tmp_path)
-    assert names[name] == exported
-    found = dict(export_weights(model, names, torch.float32, is_first_rank=True))
+    forms = stored_tensors(model, tmp_path)
+    assert list(forms[name].shapes) == [exported]
+    found = dict(export_weights(model, forms, torch.float32, is_first_rank=True))
     assert found.keys() == stored(tmp_path).keys()
     for key, tensor in stored(tmp_path).items():
         assert torch.equal(found[key], tensor), key
-    meta = [entry for tensors in weights_meta(model, names, torch.bfloat16) for entry in tensors]
+    meta = [entry for tensors in weights_meta(model, forms, torch.bfloat16) for entry in tensors]
     assert [(key, tuple(tensor.shape)) for key, tensor in found.items()] == [entry[:2] for entry in meta]
     assert {dtype for _, _, dtype in meta} == {"bfloat16"}
 
 
+def test_joined_experts_are_exported_one_by_one(tmp_path: Path) -> None:
+    model = saved(tmp_path, "MixtralForCausalLM", EXPERTS)
+    forms = stored_tensors(model, tmp_path)
+    form = forms["model.layers.1.mlp.experts.gate_up_proj"]
+    assert form.is_joined and len(form.shapes) == 2 * EXPERTS["num_local_experts"]
+    found = dict(export_weights(model, forms, torch.float32, is_first_rank=True))
+    assert found.keys() == stored(tmp_path).keys()
+    for key, tensor in stored(tmp_path).items():
+        assert torch.equal(found[key], tensor) and found[key].is_contiguous(), key
+    assert list(export_weights(model, forms, torch.float32, is_first_rank=False)) == []
+    groups = weights_meta(model, forms, torch.bfloat16)
+    assert [entry[:2] for entries in groups for entry in entries] == [(k, tuple(t.shape)) for k, t in found.items()]
+    for first, group in enumerate(groups):
+        part = dict(export_weights(model, forms, torch.bfloat16, is_first_rank=True, first=first, last=first + 1))
+        assert list(part) == [name for name, *_ in group]
+
+
+def test_experts_of_another_form_than_in_the_folder_are_refused(tmp_path: Path) -> None:
+    model = saved(tmp_path / "model", "MixtralForCausalLM", EXPERTS)
+    random_causal_lm("MixtralForCausalLM", EXPERTS).save_pretrained(tmp_path / "joined", save_original_format=False)
+    with raises(ModelError, names=("model.layers.0.mlp.experts.gate_up_proj",)):
+        stored_tensors(model, tmp_path / "joined")
+
+
 def test_buffer_that_is_not_stored_is_not_exported(tmp_path: Path) -> None:
     model = saved(tmp_path, "ApertusForCausalLM", SIZES, lambda name: None if name == BUFFER else name)
-    assert BUFFER in model.state_dict() and BUFFER not in names_in_folder(model, tmp_path)
+    assert BUFFER in model.state_dict() and BUFFER not in stored_tensors(model, tmp_path)
 
 
 def test_folder_that_lacks_a_weight_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this check, transformers warns, and gives the weight random values."""
     model = saved(tmp_path, "LlamaForCausalLM", SIZES, lambda name: None if name == "model.norm.weight" else name)
     with raises(ModelError, path=tmp_path, names=("model.norm.weight",)):
-        names_in_folder(model, tmp_path)
+        stored_tensors(model, tmp_path)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda results: None)
     fsdp, no_mesh = base_config().actor_rollout_ref.actor.fsdp_config, cast(Any, None)
