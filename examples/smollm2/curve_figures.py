@@ -72,7 +72,8 @@ def table(results: Mapping[str, Any], group: str) -> str:
     for variant in variants_of(group):
         if seeds := seeds_of(results, variant):
             cells = [cell([one["final"][key] for one in seeds], form) for key, (_, form) in COLUMNS.items()]
-            cells.append(cell([seconds_per_step(one) for one in seeds], "{:.1f}"))
+            timed = [seconds_per_step(one) for one in seeds if one["timed"]]
+            cells.append(cell(timed, "{:.1f}") if timed else "")
             lines.append(f"| `{variant.name}` | {len(seeds)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -96,11 +97,14 @@ def draw(results: Mapping[str, Any], group: str) -> None:
     mpl.rcParams.update({"svg.hashsalt": "recipe_gkd", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3})
     figure, axes = pyplot.subplots(1, len(AXES), figsize=(10, 3.2), sharey=True, layout="constrained")
     for color, variant in zip(COLORS, variants_of(group), strict=False):
-        seeds = [one["validation"] for one in seeds_of(results, variant)]
+        seeds = seeds_of(results, variant)
         for axis, key in zip(axes, AXES, strict=True):
             for number, one in enumerate(seeds):
+                if key == "seconds" and not one["timed"]:
+                    continue
                 label = f"{variant.name} ({len(seeds)} seeds)" if len(seeds) > 1 else variant.name
-                axis.plot(one[key], one["kl"], color=color, marker=".", lw=1.2, label=None if number else label)
+                points = one["validation"]
+                axis.plot(points[key], points["kl"], color=color, marker=".", lw=1.2, label=None if number else label)
     for axis, title in zip(axes, AXES.values(), strict=True):
         axis.set_xlabel(title)
     axes[0].set_ylabel("validation KL, nats per token")

@@ -2,7 +2,7 @@ r"""Runs of the published curves (docs/results.md), one after the other.
 
 Usage::
 
-    python examples/smollm2/curves.py --models outputs/smollm2 --dir outputs/curves [--only NAME ...] [--max-runs N]
+    python examples/smollm2/curves.py --models outputs/smollm2 --dir outputs/curves [--only NAME ...] [--untimed]
     python examples/smollm2/curves.py --list
 
 MODELS is the folder of launch/example_smollm2.sh with both models and the data; ``models.py`` and ``data.py`` make
@@ -10,7 +10,8 @@ them. A run that docs/results/curves.json has with the same configuration is ski
 from its checkpoint, so that the series can be stopped (Ctrl-C) and started again at any time. After each run its
 results are added to the file and its checkpoints are removed.
 
-A run takes 8 to 10 minutes on two cores. Times are comparable only if nothing else runs.
+A run takes 8 to 10 minutes on two cores. Times are comparable only if nothing else runs; with ``--untimed`` they are
+left out of the tables and figures.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def scores_of(models: Path, student: Path, validation: Path, answers: Path) -> d
     return {key: round(value, 4) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-def result_of(variant: Variant, models: Path, folder: Path, answers: Path) -> dict[str, Any]:
+def result_of(variant: Variant, models: Path, folder: Path, answers: Path, is_timed: bool) -> dict[str, Any]:
     """Return everything that is published about a finished run."""
     last = max(find_validations(folder / "validation").items())[1]
     final = scores_of(models, model_folder(folder), last, answers)
@@ -159,6 +160,7 @@ def result_of(variant: Variant, models: Path, folder: Path, answers: Path) -> di
         "arguments": variant.arguments,
         "commit": revision.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
+        "timed": is_timed,
         "final": final,
         **curves_of(folder),
     }
@@ -172,7 +174,7 @@ def add_result(name: str, result: dict[str, Any]) -> None:
     draft.rename(RESULTS)
 
 
-def run_series(models: Path, folder: Path, only: Sequence[str], max_runs: int | None) -> None:
+def run_series(models: Path, folder: Path, only: Sequence[str], max_runs: int | None, *, is_timed: bool) -> None:
     """Run what the results do not have yet."""
     wanted = [(variant, seed) for variant, seed in ordered_runs() if not only or variant.name in only]
     missing = [(variant, seed) for variant, seed in wanted if not is_done(read_results(), variant, seed)][:max_runs]
@@ -189,7 +191,7 @@ def run_series(models: Path, folder: Path, only: Sequence[str], max_runs: int | 
             if UNTRAINED not in read_results():
                 first = folder / name / "validation/step_0.jsonl"
                 add_result(UNTRAINED, {"final": scores_of(models, models / "student", first, answers)})
-            result = result_of(variant, models, folder / name, answers)
+            result = result_of(variant, models, folder / name, answers, is_timed)
             add_result(name, result)
             for checkpoint in (folder / name).glob("global_step_*"):
                 shutil.rmtree(checkpoint)
@@ -203,6 +205,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=REPO / "outputs/curves", help="folder of the runs")
     parser.add_argument("--only", nargs="+", default=[], choices=[v.name for v in VARIANTS], metavar="NAME")
     parser.add_argument("--max-runs", type=int, metavar="N", help="stop after N runs")
+    parser.add_argument("--untimed", action="store_true", help="other programs run, too: publish no times")
     parser.add_argument("--list", action="store_true", help="list the runs, and which are done")
     args = parser.parse_args()
     if args.list:
@@ -220,7 +223,7 @@ def main() -> int:
         )
         return 1
     try:
-        run_series(args.models.resolve(), args.dir.resolve(), args.only, args.max_runs)
+        run_series(args.models.resolve(), args.dir.resolve(), args.only, args.max_runs, is_timed=not args.untimed)
     except subprocess.CalledProcessError as error:
         print(f"error: {' '.join(map(str, error.cmd))[:300]} ended with status {error.returncode}", file=sys.stderr)
         return 1

@@ -119,11 +119,12 @@ def _joined_names(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
 
 def _shapes_in_folder(model: PreTrainedModel, name: str, tensor: Tensor, in_folder: Shapes) -> Shapes:
     shapes = {part: tuple(each.shape) for part, each in _as_in_folder(model, name, tensor.detach()).items()}
-    if any(in_folder.get(part) != shape for part, shape in shapes.items()):
-        wrong = next(part for part, shape in shapes.items() if in_folder.get(part) != shape)
+    for part, shape in shapes.items():
+        if in_folder.get(part) == shape:
+            continue
         raise ModelError(
-            f"{type(model).__name__}: the rollout engine would get {wrong} with the shape {list(shapes[wrong])} for "
-            f"{name}, but the model folder has {in_folder.get(wrong, 'no such tensor')}",
+            f"{type(model).__name__}: the rollout engine would get {part} with the shape {shape} for {name}, but the "
+            f"model folder has {in_folder.get(part, 'no such tensor')}",
             remedy="save the folder again with save_pretrained() of transformers",
             names=(name,),
         )
