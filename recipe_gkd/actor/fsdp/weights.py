@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +113,7 @@ def _joined_names(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
     steps = [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightConverter)]
     if not steps:
         return set()
-    reverse = [step.reverse_transform() for step in steps[::-1]]
+    reverse: list[Any] = [step.reverse_transform() for step in steps[::-1]]
     return {name for name in state if rename_source_key(name, [], reverse, reverse=True)[1] is not None}
 
 
