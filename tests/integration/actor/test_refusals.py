@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +62,11 @@ class TestSetup:
 
         misspelled = error(f"{OVERRIDE}.recompute_granularty=full")
         check_error(misspelled, ConfigError, keys=(f"{OVERRIDE}.recompute_granularty",))
-        experts = error("actor_rollout_ref.actor.strategy=fsdp", folder=folders["qwen3_moe"])
-        check_error(experts, ModelError, path=folders["qwen3_moe"], names=("num_local_experts",))
+        quantized = make_folder(tmp_path / "quantized", "qwen3_moe")
+        content = json.loads((quantized / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+        (quantized / "config.json").write_text(json.dumps(content))
+        experts = error("actor_rollout_ref.actor.strategy=fsdp", folder=quantized)
+        check_error(experts, ModelError, path=quantized, names=("quantization_config",))
         layout = error(TP2.replace("=2", "=4"), ranks=4)
         check_error(layout, ConfigError, keys=(f"{MEGATRON}.tensor_model_parallel_size",))
 

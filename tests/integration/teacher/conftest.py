@@ -23,7 +23,7 @@ def service(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     started = run_script(
         "start_server.sh",
         *("--ckpt-path", str(tiny_qwen2), "--run-dir", str(run_dir), "--dtype", "float32", "--logits-mib", "1"),
-        *("--n-logprobs", str(VOCAB_SIZE), "--kv-cache-mib", "16", "--start-timeout-s", "90", "--sleep-mode", "1"),
+        *("--n-logprobs", str(VOCAB_SIZE), "--kv-cache-mib", "16", "--start-timeout-s", "600", "--sleep-mode", "1"),
         *("--proxy-frontend-port", str(port), "--proxy-backend-port", str(backend_port)),
         *("--openai-port", str(openai_port)),
         TMPDIR=str(temporary),
