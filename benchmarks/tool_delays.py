@@ -22,26 +22,21 @@ from delayed_calculator import DELAY_VARIABLE
 from teacher_processes import REPO
 from vs_trl import Measurement, teacher_service, train_ours
 
-STALENESS = (0, 1, 2, 4)
+from recipe_gkd.commands.model_folder import model_folder
+from recipe_gkd.errors import GkdError
+
+STALENESS = (4, 8)
 WARM_UP_STEPS = 8
 LIMITS = {"N_LOGPROBS": "16", "MAX_MODEL_LEN": "64"}
 EXAMPLE = REPO / "examples/calculator"
 
 
-def trained_student(models: Path) -> Path:
-    """Return the student after the last step of the example. Raise FileNotFoundError if it has not been trained."""
-    found = sorted((models / "run").glob("global_step_*/huggingface"), key=lambda path: int(path.parent.name[12:]))
-    if not found:
-        raise FileNotFoundError(f"{models} has no trained student; run launch/example_calculator.sh, or set --models")
-    return found[-1]
-
-
-def run(models: Path, folder: Path, steps: int, staleness: int, delay_s: float) -> Measurement:
+def run(models: Path, student: Path, folder: Path, steps: int, staleness: int, delay_s: float) -> Measurement:
     """Train with tools that take up to ``delay_s`` seconds. A tiny learning rate gives all runs the same work."""
     with teacher_service(models / "teacher", folder / "service", LIMITS) as port:
         arguments = [
             "--config-path", str(EXAMPLE), "--config-name", "calculator",
-            f"actor_rollout_ref.model.path={trained_student(models)}",
+            f"actor_rollout_ref.model.path={student}",
             f"actor_rollout_ref.teacher.server_port={port}",
             "actor_rollout_ref.actor.optim.lr=1e-30", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
             f"rollout.tools=[{Path(__file__).with_name('delayed_calculator.py')}:calculator]",
@@ -50,8 +45,8 @@ def run(models: Path, folder: Path, steps: int, staleness: int, delay_s: float) 
             "trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=-1",
             "trainer.logger=[jsonl]", f"trainer.default_local_dir={folder / 'ours'}",
         ]  # fmt: skip
-        # The last batches are trained on while no later ones are generated.
         env = {"CALCULATOR_DIR": str(models), DELAY_VARIABLE: str(delay_s)}
+        # The last batches are trained on while no later ones are generated, and are not measured.
         return train_ours(arguments, folder, steps - staleness - 1, env, warm_up=WARM_UP_STEPS)
 
 
@@ -67,16 +62,16 @@ def main() -> int:
     arguments = parser.parse_args()
     models: Path = arguments.models.resolve()
     try:
-        trained_student(models)
-    except FileNotFoundError as error:
-        parser.error(str(error))
+        student = model_folder(models / "run")
+    except GkdError as error:
+        parser.error(f"{error}; run launch/example_calculator.sh, or set --models")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `finally` then stops the teacher service
     step_s: dict[int, dict[float, list[float]]] = {each: {0.0: [], arguments.delay: []} for each in arguments.staleness}
     for _ in range(arguments.rounds):
         for staleness, by_delay in step_s.items():
             for delay_s, found in by_delay.items():
                 with tempfile.TemporaryDirectory() as folder:
-                    measured = run(models, Path(folder), arguments.steps, staleness, delay_s)
+                    measured = run(models, student, Path(folder), arguments.steps, staleness, delay_s)
                 found.append(statistics.mean(measured.step_s))
                 print(
                     f"staleness {staleness}, calls of 0 to {delay_s:g} s: {found[-1]:.2f} s/step, "

@@ -2,7 +2,8 @@ r"""Runs of the published curves (docs/results.md), one after the other.
 
 Usage::
 
-    python examples/smollm2/curves.py --models outputs/smollm2 --dir outputs/curves [--only NAME ...] [--untimed]
+    python examples/smollm2/curves.py --models outputs/smollm2 --dir outputs/curves [--only NAME ...] [--max-runs N]
+        [--untimed]
     python examples/smollm2/curves.py --list
 
 MODELS is the folder of launch/example_smollm2.sh with both models and the data; ``models.py`` and ``data.py`` make

@@ -64,8 +64,7 @@ def _part(response: Response, start: int, end: int) -> Response:
 
 def turns_T(response: Response) -> np.ndarray:
     """Return the index of each token's turn among the turns of a sequence, int32 [T]."""
-    starts = () if response.inserted is None else np.unique(response.inserted.before_N)
-    return np.searchsorted(starts, np.arange(len(response.ids)), side="right").astype(np.int32)
+    return np.searchsorted(response.turn_starts[1:], np.arange(len(response.ids)), side="right").astype(np.int32)
 
 
 def by_response(samples: Sequence[Sample]) -> list[list[Sample]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recipe_gkd.errors import ModelError, WeightSyncError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from teacher.common.weight_files import WeightFileError, open_weights, weight_files
+from teacher.common.weight_files import WeightFileError, weight_shapes
 
 _NOT_WEIGHTS = re.compile(
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
@@ -31,14 +31,10 @@ def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     Raises:
         ModelError: A weight file or the index is missing or damaged.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        for path in weight_files(Path(folder)):
-            with open_weights(path) as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        return weight_shapes(Path(folder))
     except WeightFileError as error:
         raise ModelError(f"the rollout model {folder}: {error}", path=Path(folder)) from error
-    return shapes
 
 
 def check_announced(meta: Sequence[TensorMeta], folder: str, shapes: dict[str, tuple[int, ...]]) -> None:

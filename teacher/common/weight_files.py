@@ -65,6 +65,19 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors") if file_of is None else {folder / file for file in file_of.values()})
 
 
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor in the weight files of a model folder, by name. Reads headers only.
+
+    Raises:
+        WeightFileError: A weight file or the index cannot be read, or is damaged.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in weight_files(folder):
+        with open_weights(path) as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
 def open_weights(path: Path, framework: str = "np") -> safe_open:
     """Open a safetensors file, which compares its header with its size.
 

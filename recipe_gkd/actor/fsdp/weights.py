@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from recipe_gkd.actor.fsdp.lora import base_state, layers_by_weight, merged_weight
 from recipe_gkd.errors import ModelError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
-from teacher.common.weight_files import open_weights, weight_files
+from teacher.common.weight_files import weight_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +58,7 @@ def stored_tensors(model: PreTrainedModel, folder: Path) -> dict[str, StoredTens
             it. ``names`` has its name.
         WeightFileError: A weight file cannot be read.
     """
-    state, in_folder = model.state_dict(keep_vars=True), _shapes_of(folder)
+    state, in_folder = model.state_dict(keep_vars=True), weight_shapes(folder)
     renamed, joined = _renamed(model, state, in_folder), _joined_names(model, state)
     names_by_id: dict[int, list[str]] = {}
     for name, tensor in state.items():
@@ -78,15 +78,6 @@ def stored_tensors(model: PreTrainedModel, folder: Path) -> dict[str, StoredTens
             path=folder,
             names=tuple(missing),
         )
-    return found
-
-
-def _shapes_of(folder: Path) -> Shapes:
-    """Return the shapes of all tensors of a folder."""
-    found: Shapes = {}
-    for path in weight_files(folder):
-        with open_weights(path) as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return found
 
 

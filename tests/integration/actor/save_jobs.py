@@ -39,34 +39,26 @@ SHORT_COLLECTIVE_TIMEOUT_S = 3
 
 
 def train_and_save(
-    rank: int, world_size: int, port: int, config: Config, first: list[Sample], second: list[Sample], path: Path
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Run an update and save a checkpoint; return metrics and weights of a second update, the target of a resume."""
-    with started(rank, world_size, port, config) as actor:
-        update(actor, first, 0)
-        actor.save_checkpoint(path)
-        metrics = update(actor, second, 1)
-        actor.finish_saves()
-        return metrics, exported(actor)
-
-
-def train_and_save_all(
     rank: int,
     world_size: int,
     port: int,
     config: Config,
     first: list[Sample],
     second: list[Sample],
-    checkpoint: Path,
-    folder: Path,
+    path: Path,
+    folder: Path | None = None,
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Like :func:`train_and_save`; the weights after the second update are also in a Hugging Face folder."""
+    """Run an update and save a checkpoint; return metrics and weights of a second update, the target of a resume.
+
+    With ``folder``, the weights after the second update are also saved as a Hugging Face folder.
+    """
     with started(rank, world_size, port, config) as actor:
         update(actor, first, 0)
-        actor.save_checkpoint(checkpoint)
+        actor.save_checkpoint(path)
         metrics = update(actor, second, 1)
         actor.finish_saves()
-        actor.save_hf(folder)
+        if folder is not None:
+            actor.save_hf(folder)
         return metrics, exported(actor)
 
 

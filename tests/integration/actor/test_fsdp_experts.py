@@ -96,7 +96,7 @@ def test_saved_folder_has_the_exported_weights_and_resumes(
 ) -> None:
     config, resumed = (make_config(experts[kind], *FSDP, ranks=ranks) for ranks in (2, 1))
     paths = tmp_path / "checkpoint", tmp_path / "saved"
-    metrics, weights = pool.run(2, save_jobs.train_and_save_all, config, BATCHES[0], BATCHES[1], *paths)[0]
+    metrics, weights = pool.run(2, save_jobs.train_and_save, config, BATCHES[0], BATCHES[1], *paths)[0]
     saved = load_file(paths[1] / "model.safetensors")
     assert saved.keys() == weights.keys() and all(torch.equal(saved[name], weights[name]) for name in saved)
     _, loading = transformers.AutoModelForCausalLM.from_pretrained(paths[1], output_loading_info=True)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recipe_gkd.config import Config
 from recipe_gkd.config.environments import EnvironmentSettings
+from recipe_gkd.conversations import stage as stage_module
 from recipe_gkd.conversations.context import ConversationContext
 from recipe_gkd.conversations.open_batch import Batch
 from recipe_gkd.conversations.pool import EnvironmentPool
@@ -81,6 +82,24 @@ def run(
 def replica(*turns: str) -> SendTurns:
     """Return a student that says the same in each conversation."""
     return scripted(lambda request: turns[request.number])
+
+
+def test_turns_that_begin_within_an_interval_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each conversation goes on at another time, 10 ms after the one before."""
+    monkeypatch.setattr(stage_module, "SEND_INTERVAL_S", 2.0)
+    sizes: list[int] = []
+    one_by_one = scripted(lambda request: [call("1+1"), "2"][request.number])
+
+    async def send(requests: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
+        sizes.append(len(requests))
+        async for turns in one_by_one(requests):
+            for turn in turns:
+                await asyncio.sleep(0.01)
+                yield [turn]
+
+    found, _ = run(TOOLS, send, *"abcdefgh")
+    assert [response.transcript.n_turns for response in found.values()] == [2] * 8  # type: ignore[union-attr]
+    assert sum(sizes) == 16 and len(sizes) <= 4, sizes  # one for each turn of each conversation would be up to 16
 
 
 class TestTokens:
