@@ -15,7 +15,7 @@ import torch
 from actor import make_samples
 from gpu_models import write_model
 
-from recipe_gkd.actor.megatron.model_dims import read_model_dims
+from recipe_gkd.actor.megatron.families.reading import read_model_dims
 from recipe_gkd.commands.gpu_smoke.peer_process import running_peer
 from recipe_gkd.commands.gpu_smoke.tiny_actor import actor_config, running_actor
 from recipe_gkd.config import Config

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
+from recipe_gkd.actor.megatron.layout_checks import ensure_heads_fit_context, ensure_layout_fits
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.actor.student_dims import load_hf_config
 from recipe_gkd.config import Config

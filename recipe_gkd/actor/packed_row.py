@@ -59,7 +59,7 @@ def attend(
         kernel: ``VARLEN`` or ``SDPA_BLOCKS``.
         query: Queries, [N, H, D].
         key: Keys, [N, G, D].
-        value: Values, [N, G, D].
+        value: Values, [N, G, D], or with fewer channels.
         row: Positions of the sequences.
         scale: Factor of the scores; None for 1 / sqrt(D).
         window: Number of last keys that a query attends to, its own included; None for all.
@@ -76,13 +76,16 @@ def attend_varlen(
     Args:
         query: Queries, [N, H, D], bfloat16 or float16.
         key: Keys, [N, G, D].
-        value: Values, [N, G, D].
+        value: Values, [N, G, D], or with fewer channels.
         row: Positions of the sequences.
         scale: Factor of the scores; None for 1 / sqrt(D).
         window: Number of last keys that a query attends to, its own included; None for all.
     """
     from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo
 
+    width = value.size(-1)
+    if width < query.size(-1):  # the kernel needs values as wide as the queries
+        value = F.pad(value, (0, query.size(-1) - width))
     options: dict[str, Any] = {"enable_gqa": query.size(1) != key.size(1)} if _has_gqa_option(varlen_attn) else {}
     output = varlen_attn(
         query,
@@ -97,7 +100,7 @@ def attend_varlen(
         **options,
     )
     assert isinstance(output, Tensor)  # not a pair, because no further result is requested
-    return output
+    return output[..., :width]
 
 
 @cache
@@ -114,7 +117,7 @@ def attend_in_blocks(
     Args:
         query: Queries, [N, H, D].
         key: Keys, [N, G, D].
-        value: Values, [N, G, D].
+        value: Values, [N, G, D], or with fewer channels.
         row: Positions of the sequences.
         scale: Factor of the scores; None for 1 / sqrt(D).
         window: Number of last keys that a query attends to, its own included; None for all.

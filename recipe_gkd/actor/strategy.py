@@ -59,6 +59,6 @@ def read_student_dims(path: str | Path, config: Config) -> StudentDims:
         from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
 
         return read_causal_lm_dims(path, trust_remote_code=trust_remote_code)
-    from recipe_gkd.actor.megatron.model_dims import read_model_dims
+    from recipe_gkd.actor.megatron.families.reading import read_model_dims
 
     return read_model_dims(path, trust_remote_code=trust_remote_code)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from recipe_gkd.errors import ModelError
 
@@ -27,7 +27,13 @@ class MoEConfig:
         top_k: Number of experts per token.
         ffn: Feed-forward columns of one expert.
         normalized: If true, the router weights of a token's experts sum to 1.
-        shared_ffn: Feed-forward columns of the gated shared expert; None if there is no shared expert.
+        shared_ffn: Feed-forward columns of the shared experts together; None without shared experts.
+        shared_gate: If true, the output of the shared expert is multiplied by a gate.
+        score: Function of the router's logits.
+        score_bias: If true, a correction is added to the scores for the choice of experts only.
+        groups: Number of groups of experts, and number of groups of which a token's experts are chosen; None if they
+            are chosen from all experts.
+        scale: Factor of the router weights.
     """
 
     layers: tuple[bool, ...]
@@ -36,6 +42,11 @@ class MoEConfig:
     ffn: int
     normalized: bool
     shared_ffn: int | None
+    shared_gate: bool = True
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    score_bias: bool = False
+    groups: tuple[int, int] | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ _MODEL = (
     "experimental_attention_variant", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_latent_size",
     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk", "moe_router_pre_softmax",
     "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
-    "moe_router_enable_expert_bias",
+    "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "rotary_interleaved",
 )  # fmt: skip
 # Fields that must not be overridden, each with the reason.
 FIXED_FIELDS = {
@@ -35,7 +35,6 @@ FIXED_FIELDS = {
     "calculate_per_token_loss": "the objective is a mean over the global batch",
     "variable_seq_lengths": "sequences are packed",
     "attention_backend": "it is chosen for the GPU, so that no matrix of scores is stored",
-    "rotary_interleaved": "the supported models rotate channels i and i + head_dim / 2 as a pair",
     "mtp_num_layers": "there is no loss for multi-token prediction",
     "use_te_activation_func": "the actor chooses the activation of its layers",
     "use_cpu_initialization": "it follows from the key trainer.device",

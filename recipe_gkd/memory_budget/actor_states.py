@@ -21,9 +21,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from recipe_gkd.actor.megatron.families.reading import read_model_dims
 from recipe_gkd.actor.megatron.hf_layout import shard_size
 from recipe_gkd.actor.megatron.hf_names import EMBEDDING, Weight, weights
-from recipe_gkd.actor.megatron.model_dims import UNEQUAL_STAGES, ModelDims, read_model_dims
+from recipe_gkd.actor.megatron.layout_checks import UNEQUAL_STAGES
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.student_dims import load_hf_config
 from recipe_gkd.config.schema import ActorConfig, Config, FsdpConfig, MegatronConfig
 from recipe_gkd.config.schema.actor import ActorState

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipe_gkd.actor.megatron.model_dims import LLAMA3_ROPE
 from recipe_gkd.actor.objective.loss_terms import GlobalDenominators
 from recipe_gkd.commands.gpu_smoke.tiny_actor import actor_config, running_actor
 from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample, random_top_k
@@ -33,6 +32,7 @@ TOP_K = 8
 MODEL = "actor_rollout_ref.model.path"
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def make_folder(path: Path, kind: str, seed: int = 0) -> Path:

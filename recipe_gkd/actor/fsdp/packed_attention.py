@@ -16,7 +16,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -132,20 +131,10 @@ def packed_attention(
         current.use.windows |= set() if window is None else {window}
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H or G, D]
     if softcap is None and sinks_H is None:
-        return _attend(current, query, key, value, scaling, window)[None], None
+        return attend(current.kernel, query, key, value, current.row, scaling, window)[None], None
     scale = 1 / math.sqrt(query.size(-1)) if scaling is None else scaling
     scores = _Scores(scale, window, softcap, sinks_H)
     return apply_to_blocks(partial(_attend_with_scores, scores), query, key, value, current.row)[None], None
-
-
-def _attend(
-    current: _Current, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-) -> Tensor:
-    """Return the result of the kernel, [N, H, D]. Fused kernels need values as wide as the queries."""
-    width = value.size(-1)
-    if current.kernel is AttentionKernel.VARLEN and width < query.size(-1):
-        value = F.pad(value, (0, query.size(-1) - width))
-    return attend(current.kernel, query, key, value, current.row, scale, window)[..., :width]
 
 
 def _check(

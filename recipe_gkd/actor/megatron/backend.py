@@ -69,7 +69,8 @@ class MegatronBackend:
 
     def report(self) -> BackendReport:
         """Describe the model."""
-        layers = layer_report(self.model.chunks[0].config, self._actor.megatron.transformer_impl)
+        setting, feature = self._actor.megatron.transformer_impl, self.model.dims.needs_local_layers
+        layers = layer_report(self.model.chunks[0].config, setting, feature)
         return BackendReport(n_parameters=self.model.n_parameters, summary=layers.summary, warnings=layers.warnings)
 
     def in_use(self) -> AbstractContextManager[None]:

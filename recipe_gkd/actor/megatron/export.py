@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipe_gkd.actor.megatron.data_parallel import complete_weights
+from recipe_gkd.actor.megatron.families.family import ShardSpec
 from recipe_gkd.actor.megatron.hf_layout import join_shards, shard_size
-from recipe_gkd.actor.megatron.hf_names import ShardSpec, Weight
+from recipe_gkd.actor.megatron.hf_names import Weight
 from recipe_gkd.actor.megatron.megatron_model import MegatronModel
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
@@ -18,7 +19,7 @@ from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 def weights_meta(weights: Iterable[Weight], dtype: torch.dtype) -> list[TensorMeta]:
     """Return name, shape and dtype of each tensor that :func:`export_weights` yields for ``weights``, in order.
 
-    All weights have the dtype of training, including a router's, which is converted to float32 for its computation.
+    All parameters have the dtype of training, including a router's, which is converted to float32 for its computation.
 
     Args:
         weights: Weights to export.
@@ -26,7 +27,11 @@ def weights_meta(weights: Iterable[Weight], dtype: torch.dtype) -> list[TensorMe
     Returns:
         Hugging Face name, complete shape, and name of the dtype of each tensor.
     """
-    return [(name, size, str(dtype).removeprefix("torch.")) for weight in weights for name, size in weight.hf]
+    return [
+        (name, size, str(_dtype(weight, dtype)).removeprefix("torch."))
+        for weight in weights
+        for name, size in weight.hf
+    ]
 
 
 @torch.no_grad()
@@ -55,7 +60,7 @@ def export_weights(model: MegatronModel, first: int = 0, last: int | None = None
             shards = {
                 rank: local
                 if rank == 0 and local is not None
-                else torch.empty(size, dtype=model.dtype, device=model.device)
+                else torch.empty(size, dtype=_dtype(weight, model.dtype), device=model.device)
                 for rank in holders
             }
             _exchange([dist.P2POp(dist.irecv, shard, rank) for rank, shard in shards.items() if rank != 0])
@@ -63,6 +68,10 @@ def export_weights(model: MegatronModel, first: int = 0, last: int | None = None
             yield from zip(names, join_shards(weight, model.dims, list(shards.values())), strict=True)
         elif layout.rank in holders and local is not None:
             _exchange([dist.P2POp(dist.isend, local.contiguous(), 0)])
+
+
+def _dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if weight.is_float32 else dtype
 
 
 def _holders(model: MegatronModel, weight: Weight, stage: int) -> range:

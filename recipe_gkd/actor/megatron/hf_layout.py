@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor.megatron.hf_names import ShardSpec, Weight
+from recipe_gkd.actor.megatron.families.family import ShardSpec
+from recipe_gkd.actor.megatron.hf_names import Weight
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 
 ReadSlice = Callable[[str, tuple[slice, ...]], Tensor]
@@ -28,9 +29,10 @@ def read_shard(weight: Weight, dims: ModelDims, read: ReadSlice, tp_rank: int, t
     """
 
     def rows(index: int) -> Tensor:
-        name, size = weight.hf[index]
-        count = size[0] // tp_size
-        return read(name, (slice(tp_rank * count, (tp_rank + 1) * count),))
+        part = weight.parts[index]
+        count = part.shape[0] // tp_size
+        first = part.first + tp_rank * count
+        return read(part.name, (slice(first, first + count),))
 
     name, size = weight.hf[0]
     match weight.shard_spec:
@@ -41,6 +43,8 @@ def read_shard(weight: Weight, dims: ModelDims, read: ReadSlice, tp_rank: int, t
             start, stop = (min(row, size[0]) for row in (tp_rank * count, (tp_rank + 1) * count))
             real = read(name, (slice(start, stop),)) if stop > start else torch.zeros(0, *size[1:])
             return torch.cat([real, real.new_zeros(count - (stop - start), *size[1:])])
+        case ShardSpec.ROWS:
+            return rows(0)
         case ShardSpec.COLUMNS:
             count = size[1] // tp_size
             return read(name, (slice(None), slice(tp_rank * count, (tp_rank + 1) * count)))
@@ -62,7 +66,7 @@ def shard_size(weight: Weight, dims: ModelDims, n_shards: int) -> tuple[int, ...
             return (dims.padded_vocab(n_shards) // n_shards, *size[1:])
         case ShardSpec.COLUMNS:
             return (size[0], size[1] // n_shards)
-        case ShardSpec.QKV | ShardSpec.GATE_UP:
+        case ShardSpec.ROWS | ShardSpec.QKV | ShardSpec.GATE_UP:
             return (sum(rows for _, (rows, *_) in weight.hf) // n_shards, *size[1:])
 
 
@@ -75,16 +79,20 @@ def join_shards(weight: Weight, dims: ModelDims, shards: Sequence[Tensor]) -> li
     """
     match weight.shard_spec:
         case ShardSpec.NONE:
-            tensors = [shards[0]]
+            parts = [shards[0]]
         case ShardSpec.VOCAB:
-            tensors = [torch.cat(tuple(shards))[: dims.vocab_size]]
+            parts = [torch.cat(tuple(shards))[: dims.vocab_size]]
+        case ShardSpec.ROWS:
+            parts = [torch.cat(tuple(shards))]
         case ShardSpec.COLUMNS:
-            tensors = [torch.cat(tuple(shards), dim=1)]
+            parts = [torch.cat(tuple(shards), dim=1)]
         case ShardSpec.QKV:
             grouped = torch.cat(tuple(shards)).unflatten(0, (dims.kv_heads, -1))
             widths = [dims.heads // dims.kv_heads * dims.head_dim, dims.head_dim, dims.head_dim]
-            tensors = [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
+            parts = [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
         case ShardSpec.GATE_UP:
             halves = [shard.chunk(2) for shard in shards]
-            tensors = [torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])]
-    return [tensor.contiguous() for tensor in tensors]
+            parts = [torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])]
+    if len(weight.hf) < len(parts):
+        parts = [torch.cat(parts)]  # the rows of one tensor
+    return [tensor.contiguous() for tensor in parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from recipe_gkd.actor.megatron.hf_layout import read_shard
-from recipe_gkd.actor.megatron.hf_names import EMBEDDING, OUTPUT, Weight, weights
+from recipe_gkd.actor.megatron.hf_names import EMBEDDING, EXPERT, OUTPUT, Weight, weights
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.ranks import Layout
 from recipe_gkd.errors import ModelError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from safetensors import safe_open
 
 LocalWeight = tuple[Weight, Tensor | None]
-"""A weight of the model and this rank's parameter for it; None if only other ranks have the weight."""
+"""A weight of the model and this rank's parameter or buffer for it; None if only other ranks have the weight."""
 
 
 def local_weights(chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout) -> list[LocalWeight]:
@@ -37,7 +38,8 @@ def local_weights(chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout) -
     for chunk in chunks:
         outside_layers |= {name: p for name, p in chunk.named_parameters() if not name.startswith("decoder.layers.")}
         for layer in chunk.decoder.layers:
-            in_layers |= {(layer.layer_number - 1, name): p for name, p in layer.named_parameters()}
+            tensors = chain(layer.named_parameters(), layer.named_buffers())
+            in_layers |= {(layer.layer_number - 1, name): tensor for name, tensor in tensors}
 
     experts = range(0)
     if dims.moe is not None:
@@ -49,7 +51,7 @@ def local_weights(chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout) -
             return None
         for name in weight.mcore:
             if weight.expert is not None:
-                name = name.format(experts.index(weight.expert))
+                name = name.replace(EXPERT, str(experts.index(weight.expert)))
             found = outside_layers.get(name) if weight.layer is None else in_layers.get((weight.layer, name))
             if found is not None:
                 return found

@@ -1,42 +1,39 @@
 """Table of a model's weights: Hugging Face names and shapes, the Megatron name, and the sharding.
 
-Loading, export to the rollout workers and saving a Hugging Face folder use the same table in the same order.
+Loading, export to the rollout workers and saving a Hugging Face folder use the same table in the same order. It is made
+from the description of the model's family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
-from functools import partial
 
+from recipe_gkd.actor.megatron.families import FAMILIES
+from recipe_gkd.actor.megatron.families.family import Part, Rule, ShardSpec, sizes
 from recipe_gkd.actor.megatron.model_dims import ModelDims
-from recipe_gkd.actor.student_dims import MoEConfig
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+EXPERT = "[]"
+"""Place of the index of an expert on its rank in a Megatron name."""
+
+Shape = tuple[int, ...]
 
 
-class ShardSpec(Enum):
-    """Sharding of a weight in its tensor-parallel group; :mod:`~recipe_gkd.actor.megatron.hf_layout` implements it.
-
-    The group of an expert's weight is the expert tensor-parallel group.
+@dataclass(frozen=True)
+class TensorRows:
+    """Rows of a Hugging Face tensor that are a part of a Megatron parameter.
 
     Attributes:
-        NONE: Replicated on every rank.
-        VOCAB: Divided by rows, after the vocabulary is padded.
-        COLUMNS: Weight [out, in], divided by columns (dimension 1).
-        QKV: Three Hugging Face tensors in one parameter, interleaved by key/value group: the queries of the group, its
-            key, its value. Divided by groups.
-        GATE_UP: Two Hugging Face tensors in one parameter. Each rank has its rows of gate, then its rows of up.
+        name: Name of the tensor.
+        first: Index of the first row.
+        shape: Shape of the part.
     """
 
-    NONE = auto()
-    VOCAB = auto()
-    COLUMNS = auto()
-    QKV = auto()
-    GATE_UP = auto()
+    name: str
+    first: int
+    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -47,107 +44,53 @@ class Weight:
         hf: Hugging Face names and full shapes.
         mcore: Alternative Megatron names, relative to the layer, or to the model chunk outside of the layers. The
             second name is Transformer Engine's, which merges a norm into the next linear layer and the experts
-            of a rank into one module. In an expert's weight, ``{}`` stands for the index of the expert on its rank.
+            of a rank into one module. In an expert's weight, :data:`EXPERT` stands for the index of the expert on its
+            rank.
         shard_spec: Sharding.
         layer: Global layer index; None outside of the layers.
         expert: Global expert index; None outside of the experts.
+        parts: Rows of the Hugging Face tensors in the order of the parameter.
+        is_float32: True for a float32 buffer.
     """
 
-    hf: tuple[tuple[str, tuple[int, ...]], ...]
+    hf: tuple[tuple[str, Shape], ...]
     mcore: tuple[str, ...]
     shard_spec: ShardSpec
     layer: int | None
     expert: int | None = None
+    parts: tuple[TensorRows, ...] = ()
+    is_float32: bool = False
 
 
 def weights(dims: ModelDims) -> Iterator[Weight]:
     """Yield all weights of a model in the order of the forward pass. A tied output layer is not included."""
-    vocab = (dims.vocab_size, dims.hidden)
-    yield Weight((("model.embed_tokens.weight", vocab),), (EMBEDDING,), ShardSpec.VOCAB, None)
+    vocab, norm = Part("lm_head.weight", "vocab hidden"), Part("model.norm.weight", "hidden")
+    embedding = Part("model.embed_tokens.weight", "vocab hidden")
+    size = sizes(dims) | {"vocab": dims.vocab_size}
+    yield _weight(Rule((EMBEDDING,), ShardSpec.VOCAB, (embedding,)), size, None)
+    rules = FAMILIES[dims.family].rules
     for layer in range(dims.layers):
-        yield from _layer_weights(dims, layer)
-    yield Weight((("model.norm.weight", (dims.hidden,)),), ("decoder.final_layernorm.weight",), ShardSpec.NONE, None)
+        yield from _layer_weights(rules(dims, layer), size, layer)
+    yield _weight(Rule(("decoder.final_layernorm.weight",), ShardSpec.NONE, (norm,)), size, None)
     if not dims.tied:
-        yield Weight((("lm_head.weight", vocab),), (OUTPUT,), ShardSpec.VOCAB, None)
+        yield _weight(Rule((OUTPUT,), ShardSpec.VOCAB, (vocab,)), size, None)
 
 
-def _layer_weights(dims: ModelDims, layer: int) -> Iterator[Weight]:
-    weight = partial(_weight, layer)
-    hidden, head = dims.hidden, dims.head_dim
-    q, kv = dims.heads * head, dims.kv_heads * head
-
-    yield weight(
-        ShardSpec.NONE,
-        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-        {"input_layernorm.weight": (hidden,)},
-    )
-    for kind, tail in (("weight", (hidden,)), ("bias", ())) if dims.qkv_bias else (("weight", (hidden,)),):
-        yield weight(
-            ShardSpec.QKV,
-            (f"self_attention.linear_qkv.{kind}",),
-            {f"self_attn.{name}_proj.{kind}": (rows, *tail) for name, rows in (("q", q), ("k", kv), ("v", kv))},
-        )
-    if dims.qk_norm:
-        yield weight(ShardSpec.NONE, ("self_attention.q_layernorm.weight",), {"self_attn.q_norm.weight": (head,)})
-        yield weight(ShardSpec.NONE, ("self_attention.k_layernorm.weight",), {"self_attn.k_norm.weight": (head,)})
-    yield weight(ShardSpec.COLUMNS, ("self_attention.linear_proj.weight",), {"self_attn.o_proj.weight": (hidden, q)})
-    yield weight(
-        ShardSpec.NONE,
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-        {"post_attention_layernorm.weight": (hidden,)},
-    )
-    if dims.moe is not None and dims.moe.layers[layer]:
-        yield from _moe_weights(dims, dims.moe, layer)
-    else:
-        yield from _mlp_weights(layer, "mlp", MLP_NAMES, ("mlp.{}.weight",), (hidden, dims.ffn))
+def _layer_weights(rules: tuple[Rule, ...], size: dict[str, int], layer: int) -> Iterator[Weight]:
+    yield from (_weight(rule, size, layer) for rule in rules if not rule.of_experts)
+    of_experts = [rule for rule in rules if rule.of_experts]
+    for expert in range(size.get("experts", 0) if of_experts else 0):
+        yield from (_weight(rule, size, layer, expert) for rule in of_experts)
 
 
-def _moe_weights(dims: ModelDims, moe: MoEConfig, layer: int) -> Iterator[Weight]:
-    hidden = dims.hidden
-    block, names = ("block_sparse_moe", ("w1", "w3", "w2")) if dims.family == "mixtral" else ("mlp", MLP_NAMES)
-    yield _weight(layer, ShardSpec.NONE, ("mlp.router.weight",), {f"{block}.gate.weight": (moe.experts, hidden)})
-    if moe.shared_ffn is not None:
-        gate = {f"{block}.shared_expert_gate.weight": (1, hidden)}
-        yield _weight(layer, ShardSpec.NONE, ("mlp.shared_experts.gate_weight",), gate)
-        yield from _mlp_weights(
-            layer, f"{block}.shared_expert", names, ("mlp.shared_experts.{}.weight",), (hidden, moe.shared_ffn)
-        )
-    mcore = ("mlp.experts.local_experts.{{}}.{}.weight", "mlp.experts.{}.weight{{}}")
-    for expert in range(moe.experts):
-        yield from _mlp_weights(layer, f"{block}.experts.{expert}", names, mcore, (hidden, moe.ffn), expert)
-
-
-def _mlp_weights(
-    layer: int,
-    prefix: str,
-    names: tuple[str, str, str],
-    mcore: tuple[str, ...],
-    size: tuple[int, int],
-    expert: int | None = None,
-) -> Iterator[Weight]:
-    """Yield the weights of one gated feed-forward block.
-
-    Args:
-        layer: Global layer index.
-        prefix: Common prefix of the Hugging Face names.
-        names: Hugging Face names of gate, up and down.
-        mcore: Alternative Megatron names; ``{}`` stands for ``linear_fc1`` or ``linear_fc2``.
-        size: Hidden size and feed-forward columns.
-        expert: Global expert index, if the block is an expert.
-    """
-    hidden, ffn = size
-    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
-    fc1, fc2 = (tuple(name.format(f"linear_{fc}") for name in mcore) for fc in ("fc1", "fc2"))
-    yield _weight(layer, ShardSpec.GATE_UP, fc1, {gate: (ffn, hidden), up: (ffn, hidden)}, expert)
-    yield _weight(layer, ShardSpec.COLUMNS, fc2, {down: (hidden, ffn)}, expert)
-
-
-def _weight(
-    layer: int,
-    shard_spec: ShardSpec,
-    mcore: tuple[str, ...],
-    hf: Mapping[str, tuple[int, ...]],
-    expert: int | None = None,
-) -> Weight:
-    named = tuple((f"model.layers.{layer}.{name}", size) for name, size in hf.items())
-    return Weight(named, mcore, shard_spec, layer, expert)
+def _weight(rule: Rule, size: dict[str, int], layer: int | None, expert: int | None = None) -> Weight:
+    prefix = "" if layer is None else f"model.layers.{layer}."
+    parts: list[TensorRows] = []
+    shapes: dict[str, Shape] = {}
+    for part in rule.parts:
+        name = prefix + (part.name if expert is None else part.name.format(expert))
+        shape = tuple(size[dimension] for dimension in part.shape.split())
+        before = shapes.get(name, (0,))[0]
+        parts.append(TensorRows(name, before, shape))
+        shapes[name] = (before + shape[0], *shape[1:])
+    return Weight(tuple(shapes.items()), rule.mcore, rule.shard_spec, layer, expert, tuple(parts), rule.is_float32)

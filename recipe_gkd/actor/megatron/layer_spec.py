@@ -6,23 +6,29 @@ attention allocates an S x S score matrix and does not support packed sequences.
 
 from __future__ import annotations
 
-import torch
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.megatron.gated_silu import GatedSilu
+from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.megatron.norms import KeyNorm, LayerWithNormsAfter, QueryNorm, RMSNorm
 from recipe_gkd.actor.megatron.packed_attention import PackedAttention, attention_kernel
 from recipe_gkd.actor.megatron.transformer_impl import KEY, REMEDY, installed_version
 from recipe_gkd.errors import ConfigError
 
 
-def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
+def decoder_spec(
+    dims: ModelDims, config: TransformerConfig, vp_stage: int | None = None
+) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the spec for GPTModel of the layers of this pipeline stage.
 
     Args:
+        dims: Norms of the model.
         config: Megatron's configuration.
         vp_stage: Virtual pipeline stage; None without interleaving.
     """
@@ -34,11 +40,8 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Modu
     )
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        _set_modules(layer, dims)
+        layer.submodules.self_attention.submodules.core_attention = PackedAttention
         _set_activation(layer, config)
     return block
 
@@ -62,6 +65,21 @@ def _transformer_engine_spec(
     return spec
 
 
+def _set_modules(layer: ModuleSpec, dims: ModelDims) -> None:
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if dims.norms != "after" else IdentityOp
+    if dims.norms != "before":
+        layer.module = LayerWithNormsAfter
+    if dims.latent is not None:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        # With divided projections, Megatron would not sum the gradient of the shared part of the keys over the ranks.
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+    elif dims.qk_norm == "head":
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    elif dims.qk_norm == "all_heads":
+        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+
+
 def _set_activation(layer: ModuleSpec, config: TransformerConfig) -> None:
     """Replace Megatron's activation of a dense layer, which stores a third more per token and column."""
     if config.use_te_activation_func:
@@ -81,15 +99,3 @@ def ensure_megatron_supports_te() -> None:
             remedy=REMEDY,
             keys=(KEY,),
         )
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm with Megatron's constructor, in ``params_dtype``, that supports sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by finalize_model_grads
-
-
-def _device(config: TransformerConfig) -> torch.device | int:
-    return torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()

@@ -14,9 +14,10 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.megatron.data_parallel import ddp_config
+from recipe_gkd.actor.megatron.families.reading import read_model_dims
 from recipe_gkd.actor.megatron.hf_load import LocalWeight, load_hf, local_weights
 from recipe_gkd.actor.megatron.model import build_chunks, transformer_config
-from recipe_gkd.actor.megatron.model_dims import ModelDims, read_model_dims
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.megatron.optimizer import wrap_and_optimize
 from recipe_gkd.actor.megatron.packed_attention import attention_kernel
 from recipe_gkd.actor.megatron.parallel import init_parallel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +13,17 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.megatron.data_parallel import ddp_config
 from recipe_gkd.actor.megatron.layer_spec import decoder_spec, ensure_megatron_supports_te
-from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
+from recipe_gkd.actor.megatron.layout_checks import ensure_heads_fit_context, ensure_layout_fits
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.megatron.overrides import checked_overrides
 from recipe_gkd.actor.megatron.packed_attention import attention_kernel
-from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
-from recipe_gkd.actor.megatron.transformer_impl import ResolvedImpl, resolve_transformer_impl
+from recipe_gkd.actor.megatron.rotary import frequencies, set_rotary_embedding
+from recipe_gkd.actor.megatron.transformer_impl import KEY, ResolvedImpl, resolve_transformer_impl
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.config.keys import MEGATRON
 from recipe_gkd.config.megatron_fields import FIXED_FIELDS
@@ -29,6 +31,7 @@ from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError
 
 log = logging.getLogger(__name__)
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 _PACKAGE = re.compile(r"\bTE\b|transformer[-_ ]engine[><=]|install|version|apex", re.IGNORECASE)
 """Text of Megatron's errors about packages. They have the same classes as its errors about values."""
 
@@ -44,13 +47,31 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
             cannot be used.
     """
     ensure_layout_fits(dims, config)
-    impl = resolve_transformer_impl(config.transformer_impl, device.type)
+    impl = layer_implementation(dims, config, device.type)
     if impl == "transformer_engine":
         ensure_megatron_supports_te()
     transformer = _build_config(dims, config, device, impl)
     if config.context_parallel_size > 1 and attention_kernel(transformer) is not AttentionKernel.TE_FUSED:
         ensure_heads_fit_context(dims, config)
     return transformer
+
+
+def layer_implementation(dims: ModelDims, config: MegatronConfig, device_type: str) -> ResolvedImpl:
+    """Return the implementation of the layers; see :func:`resolve_transformer_impl`.
+
+    Raises:
+        ConfigError: Transformer Engine is required, and does not compute this model.
+    """
+    if not dims.needs_local_layers:
+        return resolve_transformer_impl(config.transformer_impl, device_type)
+    if config.transformer_impl == "transformer_engine":
+        raise ConfigError(
+            f"{KEY}=transformer_engine, but a {dims.family} student has {dims.needs_local_layers}, which only the "
+            "layers of torch compute here",
+            remedy="set it to auto or local",
+            keys=(KEY,),
+        )
+    return resolve_transformer_impl("local", device_type)
 
 
 def check_overrides(dims: ModelDims, config: MegatronConfig, device: str) -> None:
@@ -67,7 +88,7 @@ def check_overrides(dims: ModelDims, config: MegatronConfig, device: str) -> Non
     """
     ddp_config(config, overlaps=True)
     implementations: list[ResolvedImpl] = ["local"]
-    if device != "cpu" and config.transformer_impl != "local":
+    if device != "cpu" and config.transformer_impl != "local" and not dims.needs_local_layers:
         implementations.append("transformer_engine")
     problems = []
     for impl in implementations:
@@ -103,16 +124,13 @@ def _build_config(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
         ffn_hidden_size=dims.ffn,
-        num_attention_heads=dims.heads,
-        num_query_groups=dims.kv_heads,
-        kv_channels=dims.head_dim,
+        **_attention_fields(dims, impl),
         normalization="RMSNorm",
         layernorm_epsilon=dims.norm_eps,
+        layernorm_zero_centered_gamma=dims.norm_offset,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=ACTIVATIONS[dims.activation],
         add_bias_linear=False,
-        add_qkv_bias=dims.qkv_bias,
-        qk_layernorm=dims.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **_layout_fields(config, device),
@@ -126,7 +144,9 @@ def _build_config(
         **_moe_fields(dims.moe, config, grouped_gemm=impl == "transformer_engine"),
         **_implementation_fields(impl),
         # Dense layers have an activation module of this project; see `decoder_spec`.
-        use_te_activation_func=dims.moe is None and not overrides.get("bias_activation_fusion"),
+        use_te_activation_func=(
+            dims.moe is None and dims.activation == "silu" and not overrides.get("bias_activation_fusion")
+        ),
         use_cpu_initialization=device.type == "cpu",
         # Every parameter is loaded from the Hugging Face folder, so none is initialized. perform_initialization=False
         # is not sufficient: it would also skip the attributes that mark divided parameters for the gradient norm.
@@ -135,7 +155,7 @@ def _build_config(
         embedding_init_method=_skip_init,
     )
     try:
-        return TransformerConfig(**values | overrides)
+        return (MLATransformerConfig if dims.latent else TransformerConfig)(**values | overrides)
     except Exception as error:
         if not overrides:
             raise
@@ -144,6 +164,43 @@ def _build_config(
             remedy="correct or remove them",
             keys=(f"{MEGATRON}.override_transformer_config",),
         ) from error
+
+
+def _attention_fields(dims: ModelDims, impl: ResolvedImpl) -> dict[str, Any]:
+    attention = [dims.attention_of(layer) for layer in range(dims.layers)]
+    windows = {layer.window for layer in attention if layer.window is not None}
+    assert len(windows) <= 1, "Megatron's configuration has one window"
+    fields: dict[str, Any] = dict(
+        num_attention_heads=dims.heads,
+        num_query_groups=dims.n_key_heads,
+        kv_channels=dims.query_dim,
+        add_qkv_bias=dims.qkv_bias,
+        # Megatron sums the gradients of these norms over the tensor-parallel ranks, which is right for single heads.
+        qk_layernorm=dims.qk_norm == "head",
+        softmax_scale=_softmax_scale(dims, impl),
+        window_size=(windows.pop() - 1, 0) if windows else None,
+        window_attn_skip_freq=[int(layer.window is not None) for layer in attention],
+        no_rope_freq=[int(layer.rope is None) for layer in attention] if dims.attention else None,
+        rotary_interleaved=dims.ropes[0].interleaved and not dims.latent,
+    )
+    if (latent := dims.latent) is not None:
+        fields |= dict(
+            q_lora_rank=latent.q_rank,
+            kv_lora_rank=latent.kv_rank,
+            qk_head_dim=latent.nope,
+            qk_pos_emb_head_dim=latent.rope,
+            v_head_dim=latent.value,
+            rope_type="rope",  # `PackedRotaryEmbedding` takes the place of Megatron's embedding
+        )
+    return fields
+
+
+def _softmax_scale(dims: ModelDims, impl: ResolvedImpl) -> float | None:
+    if impl == "local":
+        return dims.softmax_scale
+    # Transformer Engine's kernel has no factor of cosines and sines. Queries and keys both have it.
+    _, factor = frequencies(dims.ropes[0])
+    return dims.softmax_scale if factor == 1 else factor**2 * (dims.softmax_scale or dims.head_dim**-0.5)
 
 
 def _implementation_fields(impl: ResolvedImpl) -> dict[str, Any]:
@@ -190,9 +247,15 @@ def _moe_fields(moe: MoEConfig | None, config: MegatronConfig, *, grouped_gemm: 
         moe_layer_freq=[int(is_moe) for is_moe in moe.layers],
         moe_ffn_hidden_size=moe.ffn,
         moe_shared_expert_intermediate_size=moe.shared_ffn,
-        moe_shared_expert_gate=moe.shared_ffn is not None,
+        moe_shared_expert_gate=moe.shared_ffn is not None and moe.shared_gate,
         moe_router_topk=moe.top_k,
-        moe_router_pre_softmax=not moe.normalized,
+        moe_router_pre_softmax=moe.score == "softmax" and not moe.normalized,
+        moe_router_score_function=moe.score,
+        moe_router_num_groups=moe.groups[0] if moe.groups else None,
+        moe_router_group_topk=moe.groups[1] if moe.groups else None,
+        moe_router_topk_scaling_factor=moe.scale if moe.scale != 1 else None,
+        moe_router_enable_expert_bias=moe.score_bias,
+        moe_router_bias_update_rate=0.0,  # the correction stays as it is in the folder
         moe_router_dtype="fp32",  # rounding to bfloat16 must not select other experts
         moe_grouped_gemm=grouped_gemm,
         expert_model_parallel_size=config.expert_model_parallel_size,
@@ -217,7 +280,7 @@ def build_chunks(dims: ModelDims, config: TransformerConfig, device: torch.devic
         vp_stage = stage if virtual_stages else None
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=decoder_spec(config, vp_stage),
+            transformer_layer_spec=decoder_spec(dims, config, vp_stage),
             vocab_size=dims.padded_vocab(config.tensor_model_parallel_size),
             max_sequence_length=dims.max_positions,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -225,16 +288,18 @@ def build_chunks(dims: ModelDims, config: TransformerConfig, device: torch.devic
             parallel_output=True,
             share_embeddings_and_output_weights=dims.tied,
             position_embedding_type="rope",
-            rotary_base=dims.rope_base,
-            rope_scaling=dims.rope_llama3_factor is not None,
-            rope_scaling_factor=dims.rope_llama3_factor or 1.0,
             vp_stage=vp_stage,
         )
-        if not config.apply_rope_fusion:
-            chunk.rotary_pos_emb = PackedRotaryEmbedding(chunk.rotary_pos_emb, config.params_dtype)
+        set_rotary_embedding(chunk, dims, config)
+        if dims.embedding_scale != 1 and chunk.pre_process:
+            chunk.embedding.register_forward_hook(partial(_scale_embedding, dims.embedding_scale))
         _separate_expert_buffers(chunk)
         chunks.append(chunk.to(device))
     return chunks
+
+
+def _scale_embedding(scale: float, module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    return output * torch.tensor(scale, dtype=output.dtype)  # the factor is rounded as in transformers
 
 
 def _separate_expert_buffers(chunk: GPTModel) -> None:

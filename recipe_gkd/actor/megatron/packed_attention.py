@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel, choose_attention
@@ -59,18 +61,25 @@ def attention_kernel(config: TransformerConfig) -> AttentionKernel:
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each sequence of a packed row, with grouped queries, without dropout."""
+    """Causal attention within each sequence of a packed row, with grouped queries, without dropout.
+
+    The window and the factor of the scores are those of Megatron's configuration.
+    """
 
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int,
         *,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
         super().__init__(config=config)
-        self.scale = softmax_scale
+        # Multi-head latent attention passes its own factor.
+        self.scale = softmax_scale if config.softmax_scale is None else config.softmax_scale
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if has_window else None
         self._kernel = attention_kernel(config)
         self._cp_group: Any = None if pg_collection is None else pg_collection.cp
 
@@ -89,17 +98,19 @@ class PackedAttention(MegatronModule):
         Args:
             query: Queries, [N, H, D].
             key: Keys, [N, G, D].
-            value: Values, [N, G, D].
+            value: Values, [N, G, D], or with fewer channels.
             attention_mask: Unused.
             packed_seq_params: Positions of the sequences.
         """
         row = packed_seq_params.row
         assert row is not None
         if row.row_order is None:
-            return attend(self._kernel, query, key, value, row, self.scale).flatten(1)
+            return attend(self._kernel, query, key, value, row, self.scale, self.window).flatten(1)
+        width = value.size(-1)
+        value = F.pad(value, (0, query.size(-1) - width))  # the exchange is one tensor
         query, key, value = gather_rows(query, key, value, row.row_order, self._cp_group)
-        output = attend(self._kernel, query, key, value, row, self.scale)
-        return scatter_rows(output, row.row_order, self._cp_group).flatten(1)
+        output = attend(self._kernel, query, key, value, row, self.scale, self.window)
+        return scatter_rows(output[..., :width], row.row_order, self._cp_group).flatten(1)
 
     def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
         """Return an empty state: the module has no parameters."""

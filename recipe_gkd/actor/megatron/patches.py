@@ -17,8 +17,10 @@ Patch                          Place in ``megatron/core``
 ``_patch_optimizer_shards``    optimizer/distrib_optimizer.py ``sharded_param_state_fully_reshardable``,
                                ``load_parameter_state_from_fully_reshardable``
 ``_patch_router_gemm``         transformer/moe/moe_utils.py ``RouterGatingLinearFunction``
+``_patch_latent_attention``    transformer/multi_latent_attention.py ``HAVE_TE``
 ``_patch_results_queue``       dist_checkpointing/strategies/filesystem_async.py ``_get_write_results_queue``
-``_patch_rotary_embedding``    transformer/attention.py ``apply_rotary_pos_emb``
+``_patch_rotary_embedding``    transformer/attention.py and transformer/multi_latent_attention.py
+                               ``apply_rotary_pos_emb``
 ``_patch_cuda_functions``      tensor_parallel/random.py, pipeline_parallel/p2p_communication.py and others
 ``_patch_moe_dispatcher``      transformer/moe/token_dispatcher.py ``MoEAlltoAllTokenDispatcher``
 ``_patch_single_rank_groups``  distributed/param_and_grad_buffer.py ``dist_all_gather_func``,
@@ -42,11 +44,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
-from recipe_gkd.actor.megatron.rotary import is_gathered, rotate
+from recipe_gkd.actor.megatron.rotary import is_gathered, rotate_channels
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from recipe_gkd.actor.megatron.optimizer_shards import ParamState
 
@@ -60,6 +63,7 @@ def install() -> None:
     _patch_adam_steps()
     _patch_optimizer_shards()
     _patch_router_gemm()
+    _patch_latent_attention()
     _patch_results_queue()
     _patch_rotary_embedding()
     if not torch.cuda.is_available():
@@ -138,6 +142,14 @@ def _patch_router_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
+def _patch_latent_attention() -> None:
+    """Correct ``HAVE_TE``, which is true without Transformer Engine: the module imports placeholders."""
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+
+
 def _patch_results_queue() -> None:
     """Replace the queue of write results, for which Megatron would start a multiprocessing manager.
 
@@ -155,16 +167,21 @@ def _patch_rotary_embedding() -> None:
 
     Megatron's function for packed rows copies the sequence boundaries to the host in each call.
     """
-    from megatron.core.transformer import attention
+    from megatron.core.transformer import attention, multi_latent_attention
 
     original = attention.apply_rotary_pos_emb
     if hasattr(original, _IS_PATCHED):
         return
 
-    def apply_rotary(t: torch.Tensor, freqs: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        return rotate(t, freqs) if is_gathered(freqs) else original(t, freqs, *args, **kwargs)
+    def apply_rotary(
+        t: torch.Tensor, freqs: torch.Tensor, config: TransformerConfig, *args: Any, **options: Any
+    ) -> Any:
+        if is_gathered(freqs):
+            return rotate_channels(t, freqs, interleaved=config.rotary_interleaved or config.multi_latent_attention)
+        return original(t, freqs, config, *args, **options)
 
-    attention.apply_rotary_pos_emb = _patched(apply_rotary)
+    for module in (attention, multi_latent_attention):
+        module.apply_rotary_pos_emb = _patched(apply_rotary)
 
 
 def _patched(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,64 +8,139 @@ starts seven.
 
 Usage::
 
-    chunk.rotary_pos_emb = PackedRotaryEmbedding(chunk.rotary_pos_emb, dtype)
+    set_rotary_embedding(chunk, dims, config)
     patches.install()  # lets the attention layers call `rotate`
 
-Shape suffixes: N tokens of a packed row, S positions in the table, H heads, D head width.
+Shape suffixes: N tokens of a packed row, S positions in the table, H heads, D head width, W rotated channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
 from recipe_gkd.losses.autograd_context import SavedTensors
 from recipe_gkd.losses.kernel_backend import runs_triton
 
 if TYPE_CHECKING:
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from recipe_gkd.actor.megatron.packed_attention import PackedSequences
 
 
+def frequencies(rope: Rope) -> tuple[Tensor, float]:
+    """Return the angle of each pair of channels per position, float32 [W / 2], and the factor of cosines and sines.
+
+    Scalings are computed by transformers.
+    """
+    if not rope.scaling:
+        return 1.0 / rope.theta ** (torch.arange(0, rope.width, 2, dtype=torch.float32) / rope.width), 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = dict(rope.scaling) | {"partial_rotary_factor": 1.0}
+    config = LlamaConfig(
+        num_attention_heads=1,
+        hidden_size=rope.width,
+        head_dim=rope.width,
+        max_position_embeddings=rope.max_positions,
+        rope_parameters=parameters,
+    )
+    angles, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    return angles, float(factor)
+
+
 class PackedRotaryEmbedding(torch.nn.Module):
-    """Replacement of ``GPTModel.rotary_pos_emb`` that returns the cosines and sines of each row.
+    """Replacement of Megatron's ``rotary_pos_emb`` that returns the cosines and sines of each row.
 
     Args:
-        embedding: Megatron's module, which computes the angles: base and llama3 scaling.
+        ropes: Position embeddings of a model, of the same width.
         dtype: Data type of queries and keys.
     """
 
-    def __init__(self, embedding: RotaryEmbedding, dtype: torch.dtype) -> None:
+    def __init__(self, ropes: Sequence[Rope], dtype: torch.dtype) -> None:
         super().__init__()
-        self.embedding, self.dtype = embedding, dtype
-        self._table_S2D: Tensor | None = None
+        self.ropes, self.dtype = ropes, dtype
+        self._table_SKW: Tensor | None = None
 
     def get_rotary_seq_len(self, *args: Any) -> PackedSequences:
-        """Return the packed sequences, which ``GPTModel`` passes to :meth:`forward` unchanged."""
+        """Return the packed sequences, which Megatron passes to :meth:`forward` unchanged."""
         packed: PackedSequences = args[-1]
         return packed
 
     def forward(self, packed: PackedSequences, **_: object) -> Tensor:
-        """Return cosine and sine of each row's angles, [N, 1, 2, D]."""
+        """Return cosine and sine of each row's angles for each position embedding in turn, [N, 1, 2 x ropes, W]."""
         assert packed.row is not None
-        return self._table(packed.row.max_length).index_select(0, packed.row.position_ids_N).unsqueeze(1)
+        positions = packed.row.position_ids_N
+        return self._table(packed.row.max_length, positions.device).index_select(0, positions).unsqueeze(1)
 
-    def _table(self, length: int) -> Tensor:
-        """Return cosines and sines of at least ``length`` positions, [S, 2, D]."""
-        if self._table_S2D is None or len(self._table_S2D) < length:
+    def _table(self, length: int, device: torch.device) -> Tensor:
+        """Return cosines and sines of at least ``length`` positions, [S, 2 x ropes, W]."""
+        if self._table_SKW is None or len(self._table_SKW) < length:
             n_positions = 1 << (length - 1).bit_length()  # a power of 2, so that it is seldom computed again
-            angles_SD = self.embedding.get_emb(n_positions)[:, 0, 0]
-            self._table_S2D = torch.stack((angles_SD.cos(), angles_SD.sin()), dim=1).to(self.dtype)
-        return self._table_S2D
+            positions_S = torch.arange(n_positions, dtype=torch.float32, device=device)
+            tables = []
+            for rope in self.ropes:
+                of_pairs, factor = frequencies(rope)
+                angles_SW = torch.outer(positions_S, of_pairs.to(device)).repeat(1, 2)
+                tables += [angles_SW.cos() * factor, angles_SW.sin() * factor]
+            self._table_SKW = torch.stack(tables, dim=1).to(self.dtype)
+        return self._table_SKW
+
+
+def set_rotary_embedding(chunk: GPTModel, dims: ModelDims, config: TransformerConfig) -> None:
+    """Let the layers of a model chunk rotate by the frequencies of the model.
+
+    Args:
+        chunk: Chunk with Megatron's embeddings.
+        config: Megatron's configuration.
+    """
+    if config.apply_rope_fusion:
+        chunk.rotary_pos_emb.inv_freq, _ = frequencies(dims.ropes[0])
+        return
+    embedding = PackedRotaryEmbedding(dims.ropes, config.params_dtype)
+    if dims.latent is None:
+        chunk.rotary_pos_emb = embedding
+    for layer in chunk.decoder.layers:
+        rope = dims.attention_of(layer.layer_number - 1).rope
+        if dims.latent is not None:
+            layer.self_attention.rotary_pos_emb = embedding
+        elif len(dims.ropes) > 1 and rope is not None:
+            layer.self_attention.register_forward_pre_hook(partial(_select_rope, rope), with_kwargs=True)
+
+
+def _select_rope(rope: int, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Replace the cosines and sines of all position embeddings by those of a layer."""
+    return args, kwargs | {"rotary_pos_emb": kwargs["rotary_pos_emb"][:, :, 2 * rope : 2 * rope + 2]}
 
 
 def is_gathered(table: Tensor) -> bool:
-    """Return True for a result of :class:`PackedRotaryEmbedding`, False for Megatron's angles [S, 1, 1, D]."""
+    """Return True for cosines and sines [N, 1, 2, W] of rows, False for Megatron's angles [S, 1, 1, W]."""
     return table.dim() == 4 and table.size(2) == 2
+
+
+def rotate_channels(heads_NHD: Tensor, table_N12W: Tensor, *, interleaved: bool) -> Tensor:
+    """Return queries or keys whose first channels are rotated by the angles of their positions, [N, H, D].
+
+    Args:
+        heads_NHD: Queries or keys.
+        table_N12W: Cosines and sines of one position embedding from :class:`PackedRotaryEmbedding`.
+        interleaved: If true, channels 2 i and 2 i + 1 form a pair. They become channels i and i + W / 2 of the result,
+            for queries and keys alike, which does not change their products.
+    """
+    width = table_N12W.size(-1)
+    rotated_NHW, rest = heads_NHD[..., :width], heads_NHD[..., width:]
+    if interleaved:
+        rotated_NHW = rotated_NHW.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    rotated_NHW = rotate(rotated_NHW, table_N12W)
+    return torch.cat((rotated_NHW, rest), dim=-1) if rest.size(-1) else rotated_NHW
 
 
 def rotate(heads_NHD: Tensor, table_N12D: Tensor) -> Tensor:
@@ -73,7 +148,7 @@ def rotate(heads_NHD: Tensor, table_N12D: Tensor) -> Tensor:
 
     Args:
         heads_NHD: Queries or keys.
-        table_N12D: Result of :class:`PackedRotaryEmbedding`. Channels i and i + D / 2 form a pair.
+        table_N12D: Cosines and sines of one position embedding. Channels i and i + D / 2 form a pair.
     """
     if runs_triton(heads_NHD) and heads_NHD.dtype == table_N12D.dtype:
         rotated: Tensor = _TritonRotation.apply(heads_NHD, table_N12D)

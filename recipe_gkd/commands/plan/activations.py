@@ -25,6 +25,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.student_dims import StudentDims
 from recipe_gkd.config.schema import Config
 from recipe_gkd.losses.fused_head import BLOCK_BYTES
@@ -98,7 +99,8 @@ def _kept_per_token(config: Config, device: str, dims: StudentDims) -> float:
         widths, tp, pp, is_sharded = _TRANSFORMERS, 1, 1, True
         recomputes = actor.fsdp_config.gradient_checkpointing
     else:
-        widths = _LOCAL[device] if _uses_local_layers(config, device) else _TRANSFORMER_ENGINE
+        is_local = _uses_local_layers(config, device) or (isinstance(dims, ModelDims) and dims.needs_local_layers)
+        widths = _LOCAL[device] if is_local else _TRANSFORMER_ENGINE
         if dims.moe is not None and not megatron.override_transformer_config.get("bias_activation_fusion"):
             widths = (*widths[:3], _FFN_OF_MEGATRON)
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
@@ -117,7 +119,10 @@ def _layer_numbers(dims: StudentDims, layer: int, widths: Sequence[int], tp: int
     columns = dims.ffn
     if dims.moe is not None and dims.moe.layers[layer]:
         columns = dims.moe.top_k * dims.moe.ffn + (dims.moe.shared_ffn or 0)
-    inner = query * dims.heads * dims.head_dim + key * dims.kv_heads * dims.head_dim + ffn * columns
+    head, key_heads = dims.head_dim, dims.kv_heads
+    if isinstance(dims, ModelDims):
+        head, key_heads = dims.query_dim, dims.n_key_heads
+    inner = query * dims.heads * head + key * key_heads * head + ffn * columns
     return hidden * dims.hidden / (tp if is_sharded else 1) + inner / tp
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recipe_gkd.actor.megatron.model_dims import ModelDims, ensure_heads_fit_context, ensure_layout_fits
+from recipe_gkd.actor.megatron.layout_checks import ensure_heads_fit_context, ensure_layout_fits
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.commands.plan.estimate import RunEstimate, estimate_run
 from recipe_gkd.config.keys import ACTOR, ROLLOUT

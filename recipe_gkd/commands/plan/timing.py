@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
-from recipe_gkd.actor.megatron.model_dims import FAMILIES, read_model_dims
+from recipe_gkd.actor.megatron.families import FAMILIES
+from recipe_gkd.actor.megatron.families.reading import read_model_dims
 from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.actor.student_dims import StudentDims, read_config_json
 from recipe_gkd.commands.plan import assumptions as assumed

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
 from recipe_gkd.config import limits
 from recipe_gkd.config.ranges import numeric_range
 from recipe_gkd.errors import ConfigError, WorkerError
@@ -30,7 +30,7 @@ from tests._support.waiting import PATIENCE_S
 ROLLOUT = "actor_rollout_ref.rollout"
 SHAPE = ModelDims(
     family="qwen2", layers=4, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab_size=300, tied=True,
-    qkv_bias=True, qk_norm=False, norm_eps=1e-6, max_positions=512, rope_base=1e4, rope_llama3_factor=None,
+    qkv_bias=True, qk_norm=None, norm_eps=1e-6, max_positions=512, ropes=(Rope(width=16, theta=1e4),),
 )  # fmt: skip
 
 

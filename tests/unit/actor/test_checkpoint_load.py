@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from recipe_gkd.actor.megatron.checkpoint_load import check_same_dims
-from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.errors import CheckpointMismatch
 from tests._support.errors import raises
 
 DIMS = ModelDims(
     family="qwen3_moe", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab_size=96, tied=False,
-    qkv_bias=False, qk_norm=True, norm_eps=1e-6, max_positions=64, rope_base=1e4, rope_llama3_factor=None,
+    qkv_bias=False, qk_norm="head", norm_eps=1e-6, max_positions=64, ropes=(Rope(width=4, theta=1e4),),
     moe=MoEConfig(layers=(True, True), experts=4, top_k=2, ffn=8, normalized=True, shared_ffn=None),
 )  # fmt: skip
 CHECKPOINT = Path("step_8")

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs
 from torch import Tensor
 
+from recipe_gkd.actor.megatron.families.reading import read_model_dims
 from recipe_gkd.actor.megatron.gated_silu import GatedSilu
 from recipe_gkd.actor.megatron.layer_spec import decoder_spec
 from recipe_gkd.actor.megatron.model import transformer_config
-from recipe_gkd.actor.megatron.model_dims import read_model_dims
 from tests._support.tiny_models import MEGATRON, make_config, make_folder
 
 
@@ -71,8 +71,9 @@ def test_decoder_spec_has_gated_silu_in_dense_layers_without_fusion(
     megatron = make_config(
         folders[kind], f"{prefix}{MEGATRON}.{override.removeprefix('+')}"
     ).actor_rollout_ref.actor.megatron
-    config = transformer_config(read_model_dims(str(folders[kind])), megatron, torch.device("cpu"))
+    dims = read_model_dims(str(folders[kind]))
+    config = transformer_config(dims, megatron, torch.device("cpu"))
     monkeypatch.setattr(gpt_layer_specs, "get_num_layers_to_build", lambda *_, **__: 1)
     monkeypatch.setattr(gpt_layer_specs, "get_transformer_layer_offset", lambda *_, **__: 0)
-    for layer in decoder_spec(config).layer_specs:
+    for layer in decoder_spec(dims, config).layer_specs:
         assert getattr(layer.submodules.mlp.submodules, "activation_func", None) is expected

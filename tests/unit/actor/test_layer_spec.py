@@ -17,11 +17,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipe_gkd.actor.megatron import layer_report as report_module
 from recipe_gkd.actor.megatron import model
+from recipe_gkd.actor.megatron.families.reading import read_model_dims
 from recipe_gkd.actor.megatron.gated_silu import GatedSilu
 from recipe_gkd.actor.megatron.layer_report import layer_report
 from recipe_gkd.actor.megatron.layer_spec import decoder_spec, ensure_megatron_supports_te
 from recipe_gkd.actor.megatron.model import build_chunks, transformer_config
-from recipe_gkd.actor.megatron.model_dims import read_model_dims
+from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
 from recipe_gkd.actor.megatron.packed_attention import PackedAttention
 from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
 from recipe_gkd.config.megatron_fields import FIXED_FIELDS
@@ -33,6 +34,10 @@ from tests._support.tiny_models import MEGATRON, make_config, make_folder
 Build = Callable[..., TransformerConfig]
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 H100, A100 = (9, 0), (8, 0)
+DIMS = ModelDims(
+    family="llama", layers=1, hidden=8, ffn=8, heads=2, kv_heads=2, head_dim=4, vocab_size=100, max_positions=8,
+    tied=False, norm_eps=1e-6, ropes=(Rope(width=4, theta=1e4),),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -144,19 +149,19 @@ class TestBuildChunks:
             def __init__(self, **_: Any) -> None:
                 super().__init__()
                 self.rotary_pos_emb = torch.nn.Identity()
+                self.decoder = SimpleNamespace(layers=[])
 
         stage = SimpleNamespace(is_pipeline_first_stage=lambda **_: True, is_pipeline_last_stage=lambda **_: True)
         for name, value in (("GPTModel", Chunk), ("mpu", stage), ("decoder_spec", lambda *_: None)):
             monkeypatch.setattr(model, name, value)
-        dims: Any = SimpleNamespace(
-            padded_vocab=lambda _: 128, max_positions=8, tied=False, rope_base=1e4, rope_llama3_factor=None
-        )
         config: Any = SimpleNamespace(
             virtual_pipeline_model_parallel_size=None, tensor_model_parallel_size=1, params_dtype=torch.bfloat16,
             apply_rope_fusion=is_fused,
         )  # fmt: skip
-        [chunk] = build_chunks(dims, config, CPU)
+        [chunk] = build_chunks(DIMS, config, CPU)
         assert isinstance(chunk.rotary_pos_emb, PackedRotaryEmbedding) is not is_fused
+        if is_fused:  # Megatron's angles are computed with the frequencies of the model
+            torch.testing.assert_close(chunk.rotary_pos_emb.inv_freq, torch.tensor([1.0, 1e-2]))
 
 
 class TestTransformerEngineSpec:
@@ -173,7 +178,7 @@ class TestTransformerEngineSpec:
         gpu(capability)
         layer = get_gpt_layer_local_spec()
         monkeypatch.setattr(gpt_layer_specs, "get_gpt_layer_with_transformer_engine_spec", lambda **_: layer)
-        spec: Any = decoder_spec(with_te())
+        spec: Any = decoder_spec(DIMS, with_te())
         assert (spec.submodules.self_attention.submodules.core_attention is PackedAttention) is is_replaced
         assert spec.submodules.mlp.submodules.activation_func is GatedSilu
 
@@ -188,7 +193,7 @@ class TestTransformerEngineSpec:
         gpu(capability)
         block = SimpleNamespace(layer_specs=[get_gpt_layer_local_spec(), get_gpt_layer_local_spec(num_experts=4)])
         monkeypatch.setattr(gpt_layer_specs, "get_gpt_decoder_block_spec", lambda *_, **__: block)
-        spec: Any = decoder_spec(with_te(experts=4))
+        spec: Any = decoder_spec(DIMS, with_te(experts=4))
         for layer in spec.layer_specs:
             assert (layer.submodules.self_attention.submodules.core_attention is PackedAttention) is is_replaced
 

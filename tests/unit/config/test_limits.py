@@ -27,7 +27,7 @@ from torch.nn.functional import log_softmax
 
 from recipe_gkd.actor.batch.packing import micro_batches
 from recipe_gkd.actor.learning_rate import learning_rate
-from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.config import Config, limits, ranges
@@ -310,8 +310,8 @@ def place_pools(config: Config, name: str) -> None:
     moe = MoEConfig(layers=(True,) * wide, experts=wide, top_k=2, ffn=wide, normalized=True, shared_ffn=None)
     shape = ModelDims(
         family="qwen3_moe", layers=wide, hidden=64 * wide, ffn=wide, heads=wide, kv_heads=wide, head_dim=64,
-        vocab_size=wide, tied=False, qkv_bias=False, qk_norm=True, norm_eps=1e-6, max_positions=64, rope_base=1e4,
-        rope_llama3_factor=None, moe=moe if "expert" in name else None,
+        vocab_size=wide, tied=False, qk_norm="head", norm_eps=1e-6, max_positions=64,
+        ropes=(Rope(width=64, theta=1e4),), moe=moe if "expert" in name else None,
     )  # fmt: skip
     megatron = config.actor_rollout_ref.actor.megatron
     created = transformer_config(shape, megatron, torch.device("cpu"))

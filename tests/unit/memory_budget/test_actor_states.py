@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.memory_budget.actor_states import fsdp_states, megatron_states
 from tests._support.base_config import base_config
@@ -15,7 +15,7 @@ from tests._support.tiny_models import ACTOR, MEGATRON
 FSDP = f"{ACTOR}.strategy=fsdp"
 DENSE = ModelDims(
     family="llama", layers=4, hidden=256, ffn=512, heads=4, kv_heads=2, head_dim=64, vocab_size=1024, max_positions=64,
-    tied=False, qkv_bias=False, qk_norm=False, norm_eps=1e-6, rope_base=1e4, rope_llama3_factor=None,
+    tied=False, qkv_bias=False, qk_norm=None, norm_eps=1e-6, ropes=(Rope(width=64, theta=1e4),),
 )  # fmt: skip
 NORMS = 2 * 256  # of a layer; tensor parallelism does not divide them
 LAYER = 256 * 256 + 2 * 128 * 256 + 256 * 256 + 3 * 512 * 256  # query, key and value, output, feed-forward

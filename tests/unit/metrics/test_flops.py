@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.metrics.device_peaks import peak_tflops
@@ -28,11 +28,10 @@ DENSE = ModelDims(
     vocab_size=100,
     tied=True,
     qkv_bias=False,
-    qk_norm=True,
+    qk_norm="head",
     norm_eps=1e-6,
     max_positions=64,
-    rope_base=1e4,
-    rope_llama3_factor=None,
+    ropes=(Rope(width=3, theta=1e4),),
 )
 MOE = MoEConfig(layers=(False, True), experts=6, top_k=2, ffn=5, normalized=True, shared_ffn=7)
 

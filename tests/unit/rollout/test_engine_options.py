@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.rollout.engine_factory import step_budget
 from recipe_gkd.rollout.engine_options import EngineOptions
@@ -20,7 +20,7 @@ from tests._support.rollout_models import config_for
 ROLLOUT = "actor_rollout_ref.rollout"
 DIMS = ModelDims(
     family="qwen2", layers=4, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab_size=300, tied=True,
-    qkv_bias=True, qk_norm=False, norm_eps=1e-6, max_positions=512, rope_base=1e4, rope_llama3_factor=None,
+    qkv_bias=True, qk_norm=None, norm_eps=1e-6, max_positions=512, ropes=(Rope(width=16, theta=1e4),),
 )  # fmt: skip
 
 

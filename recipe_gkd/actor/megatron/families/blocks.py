@@ -1,0 +1,150 @@
+"""Building blocks of families: weights of usual layers, and numbers that several families read in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from recipe_gkd.actor.megatron.families.family import Part, Rule, Rules, ShardSpec
+from recipe_gkd.actor.megatron.model_dims import LayerAttention, ModelDims, Rope
+from recipe_gkd.actor.student_dims import MoEConfig
+
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+# ---- weights
+
+
+def replicated(mcore: str | tuple[str, ...], name: str, shape: str) -> Rule:
+    """Return the rule of a weight that every rank has."""
+    return Rule(mcore if isinstance(mcore, tuple) else (mcore,), ShardSpec.NONE, (Part(name, shape),))
+
+
+BEFORE_ATTENTION = ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+BEFORE_MLP = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+AFTER_ATTENTION, AFTER_MLP = "post_attention_layernorm.weight", "post_mlp_layernorm.weight"
+INPUT_NORM = replicated(BEFORE_ATTENTION, "input_layernorm.weight", "hidden")
+MLP_NORM = replicated(BEFORE_MLP, "post_attention_layernorm.weight", "hidden")
+HEAD_NORMS: Rules = tuple(
+    replicated(f"self_attention.{each}_layernorm.weight", f"self_attn.{each}_norm.weight", "head") for each in "qk"
+)
+ALL_HEADS_NORMS: Rules = tuple(
+    Rule((f"self_attention.{each}_layernorm.weight",), ShardSpec.ROWS, (Part(f"self_attn.{each}_norm.weight", size),))
+    for each, size in (("q", "q"), ("k", "kv"))
+)
+OUTPUT = Rule(("self_attention.linear_proj.weight",), ShardSpec.COLUMNS, (Part("self_attn.o_proj.weight", "hidden q"),))
+
+
+def qkv(dims: ModelDims) -> Rules:
+    """Return the projections of queries, keys and values, with biases if the model has them."""
+
+    def rule(kind: str, columns: str) -> Rule:
+        parts = tuple(
+            Part(f"self_attn.{name}_proj.{kind}", rows + columns)
+            for name, rows in (("q", "q"), ("k", "kv"), ("v", "kv"))
+        )
+        return Rule((f"self_attention.linear_qkv.{kind}",), ShardSpec.QKV, parts)
+
+    return (rule("weight", " hidden"), *([rule("bias", "")] if dims.qkv_bias else []))
+
+
+def joined_qkv(name: str) -> Rule:
+    """Return the projections of queries, keys and values that are rows of one tensor."""
+    parts = tuple(Part(name, f"{rows} hidden") for rows in ("q", "kv", "kv"))
+    return Rule(("self_attention.linear_qkv.weight",), ShardSpec.QKV, parts)
+
+
+def gated_mlp(
+    prefix: str, names: tuple[str, str, str] = MLP_NAMES, mcore: tuple[str, ...] = ("mlp.{}.weight",), ffn: str = "ffn"
+) -> Rules:
+    """Return the weights of a gated feed-forward block.
+
+    Args:
+        prefix: Prefix of the names of gate, up and down.
+        names: Names of gate, up and down. Gate and up are rows of one tensor if their names are equal.
+        mcore: Alternative Megatron names; ``{}`` stands for ``linear_fc1`` or ``linear_fc2``.
+        ffn: Name of the number of feed-forward columns.
+    """
+    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
+    of_experts = ffn == "expert_ffn"
+    fc1, fc2 = (tuple(name.replace("{}", fc, 1) for name in mcore) for fc in ("linear_fc1", "linear_fc2"))
+    return (
+        Rule(fc1, ShardSpec.GATE_UP, (Part(gate, f"{ffn} hidden"), Part(up, f"{ffn} hidden")), of_experts),
+        Rule(fc2, ShardSpec.COLUMNS, (Part(down, f"hidden {ffn}"),), of_experts),
+    )
+
+
+def experts(prefix: str = "mlp", names: tuple[str, str, str] = MLP_NAMES) -> Rules:
+    """Return the router and the experts of a layer."""
+    mcore = ("mlp.experts.local_experts.[].{}.weight", "mlp.experts.{}.weight[]")
+    of_experts = gated_mlp(f"{prefix}.experts.{{}}", names, mcore, "expert_ffn")
+    return (replicated("mlp.router.weight", f"{prefix}.gate.weight", "experts hidden"), *of_experts)
+
+
+def shared_experts(prefix: str) -> Rules:
+    """Return the shared experts of a layer."""
+    return gated_mlp(prefix, MLP_NAMES, ("mlp.shared_experts.{}.weight",), "shared_ffn")
+
+
+SCORE_BIAS = Rule(
+    ("mlp.router.expert_bias",),
+    ShardSpec.NONE,
+    (Part("mlp.gate.e_score_correction_bias", "experts"),),
+    is_float32=True,
+)
+
+
+def is_sparse(dims: ModelDims, layer: int) -> bool:
+    """Return True for a mixture-of-experts layer."""
+    return dims.moe is not None and dims.moe.layers[layer]
+
+
+# ---- numbers
+
+
+def rope(hf: Any, parameters: Mapping[str, Any], head_dim: int, *, interleaved: bool = False) -> Rope:
+    """Return a position embedding.
+
+    Args:
+        hf: Configuration of transformers.
+        parameters: Its ``rope_parameters``, or those of a kind of layer.
+        head_dim: Width of a head.
+        interleaved: If true, neighboring channels form a pair.
+    """
+    is_scaled = parameters.get("rope_type", "default") != "default"
+    return Rope(
+        width=int(head_dim * (parameters.get("partial_rotary_factor") or 1.0)),
+        theta=float(parameters["rope_theta"]),
+        scaling=dict(parameters) if is_scaled else {},
+        max_positions=hf.max_position_embeddings,
+        interleaved=interleaved,
+    )
+
+
+def windows(n_layers: int, window: int | None, is_windowed: Any = lambda layer: True) -> tuple[LayerAttention, ...]:
+    """Return the attention of layers with the same position embedding, of which some have a window."""
+    if not window:
+        return ()
+    return tuple(LayerAttention(window=window if is_windowed(layer) else None) for layer in range(n_layers))
+
+
+def layer_windows(hf: Any) -> tuple[LayerAttention, ...]:
+    """Return the attention of layers whose windows ``layer_types`` gives."""
+    kinds = list(hf.layer_types)
+    if "sliding_attention" not in kinds:
+        return ()
+    return windows(len(kinds), hf.sliding_window, lambda layer: kinds[layer] == "sliding_attention")
+
+
+def experts_behind_dense(hf: Any, **router: Any) -> MoEConfig:
+    """Return the experts of a model of which the first layers are dense and each other layer has shared experts."""
+    shared = hf.n_shared_experts or 0
+    return MoEConfig(
+        layers=tuple(layer >= hf.first_k_dense_replace for layer in range(hf.num_hidden_layers)),
+        experts=hf.n_routed_experts,
+        top_k=hf.num_experts_per_tok,
+        ffn=hf.moe_intermediate_size,
+        shared_ffn=hf.moe_intermediate_size * shared or None,
+        shared_gate=False,
+        scale=float(hf.routed_scaling_factor),
+        **router,
+    )

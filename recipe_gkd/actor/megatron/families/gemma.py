@@ -1,0 +1,58 @@
+"""Gemma 3, text models: four norms in a layer, two position embeddings, and windows in most layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recipe_gkd.actor.megatron.families.blocks import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    BEFORE_MLP,
+    HEAD_NORMS,
+    INPUT_NORM,
+    OUTPUT,
+    gated_mlp,
+    qkv,
+    replicated,
+    rope,
+)
+from recipe_gkd.actor.megatron.families.family import Family, Rules
+from recipe_gkd.actor.megatron.model_dims import LayerAttention, ModelDims
+
+
+def _rules(dims: ModelDims, layer: int) -> Rules:
+    after_attention = replicated(AFTER_ATTENTION, "post_attention_layernorm.weight", "hidden")
+    before_mlp = replicated(BEFORE_MLP, "pre_feedforward_layernorm.weight", "hidden")
+    after_mlp = replicated(AFTER_MLP, "post_feedforward_layernorm.weight", "hidden")
+    return (
+        INPUT_NORM, *qkv(dims), *HEAD_NORMS, OUTPUT, after_attention, before_mlp, *gated_mlp("mlp"), after_mlp,
+    )  # fmt: skip
+
+
+def _numbers(hf: Any) -> dict[str, Any]:
+    kinds = ("full_attention", "sliding_attention")
+    layers = {"full_attention": LayerAttention(0), "sliding_attention": LayerAttention(1, hf.sliding_window)}
+    return {
+        "ropes": tuple(rope(hf, hf.rope_parameters[kind], hf.head_dim) for kind in kinds),
+        "attention": tuple(layers[kind] for kind in hf.layer_types),
+        "softmax_scale": hf.query_pre_attn_scalar**-0.5,
+        "qk_norm": "head",
+        "norms": "both",
+        "norm_offset": True,
+        "activation": "gelu_tanh",
+        "embedding_scale": hf.hidden_size**0.5,
+    }
+
+
+GEMMA3 = Family(
+    model_type="gemma3_text",
+    numbers=_numbers,
+    rules=_rules,
+    required={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attention_bias": (False,),
+        "final_logit_softcapping": (None,),
+        "attn_logit_softcapping": (None,),
+        "use_bidirectional_attention": (False, None),
+    },
+)

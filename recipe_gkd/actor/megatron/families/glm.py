@@ -1,0 +1,68 @@
+"""GLM-4 (dense, with norms before and behind each block) and GLM-4.5 (mixtures of experts)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recipe_gkd.actor.megatron.families.blocks import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    HEAD_NORMS,
+    INPUT_NORM,
+    MLP_NORM,
+    OUTPUT,
+    SCORE_BIAS,
+    experts,
+    experts_behind_dense,
+    gated_mlp,
+    is_sparse,
+    qkv,
+    replicated,
+    rope,
+    shared_experts,
+)
+from recipe_gkd.actor.megatron.families.family import Family, Rules
+from recipe_gkd.actor.megatron.families.phi import JOINED_GATE_UP
+from recipe_gkd.actor.megatron.families.routing import expert_groups, sigmoid_problem
+from recipe_gkd.actor.megatron.model_dims import ModelDims
+
+
+def _glm4_rules(dims: ModelDims, layer: int) -> Rules:
+    after_attention = replicated(AFTER_ATTENTION, "post_self_attn_layernorm.weight", "hidden")
+    after_mlp = replicated(AFTER_MLP, "post_mlp_layernorm.weight", "hidden")
+    feed_forward = gated_mlp("mlp", JOINED_GATE_UP)
+    return (INPUT_NORM, *qkv(dims), OUTPUT, after_attention, MLP_NORM, *feed_forward, after_mlp)
+
+
+def _glm4_moe_rules(dims: ModelDims, layer: int) -> Rules:
+    norms = HEAD_NORMS if dims.qk_norm else ()
+    attention = (INPUT_NORM, *qkv(dims), *norms, OUTPUT, MLP_NORM)
+    if not is_sparse(dims, layer):
+        return (*attention, *gated_mlp("mlp"))
+    router, *of_experts = experts()
+    shared = shared_experts("mlp.shared_experts") if dims.moe and dims.moe.shared_ffn else ()
+    return (*attention, router, SCORE_BIAS, *shared, *of_experts)
+
+
+def _glm4(hf: Any) -> dict[str, Any]:
+    return {
+        "ropes": (rope(hf, hf.rope_parameters, hf.head_dim, interleaved=True),),
+        "qkv_bias": hf.attention_bias,
+        "norms": "both",
+    }
+
+
+def _glm4_moe(hf: Any) -> dict[str, Any]:
+    moe = experts_behind_dense(hf, normalized=True, score="sigmoid", score_bias=True, groups=expert_groups(hf))
+    return {"qkv_bias": hf.attention_bias, "qk_norm": "head" if hf.use_qk_norm else None, "moe": moe}
+
+
+GLM4 = Family(model_type="glm4", numbers=_glm4, rules=_glm4_rules)
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    numbers=_glm4_moe,
+    rules=_glm4_moe_rules,
+    required={"norm_topk_prob": (True,)},
+    problem=sigmoid_problem,
+    without_effect=frozenset({"num_mtp_layers"}),
+)
