@@ -80,6 +80,9 @@ def load_sharded(
         raise results[0]
     with torch.device("meta"):
         module = _auto_model().from_config(load_hf_config(folder, trust_remote_code=trust_remote_code), **options)
+    if source is not None:
+        # `revert_weight_conversion` needs it for the names of the folder, which may be older than those of the model.
+        module._weight_conversions = getattr(source, "_weight_conversions", None)
     # transformers would give the embedding of the padding token no gradient. Here it is a token that can be sampled.
     module.get_input_embeddings().padding_idx = None
     module.requires_grad_(True)

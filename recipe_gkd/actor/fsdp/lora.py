@@ -37,7 +37,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         seed: Seed of the factor that is not zero.
 
     Raises:
-        ConfigError: ``target_modules`` has a name that no linear layer of the model has.
+        ConfigError: ``target_modules`` has a name that no linear layer of the model has, or peft refuses a layer.
     """
     import peft
 
@@ -52,7 +52,14 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), device, warnings.catch_warnings(), unconverted_targets():
         warnings.simplefilter("ignore")  # peft corrects the orientation of GPT-2's weights, with a warning
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(options, model, adapter_name=ADAPTER)
+        try:
+            peft.inject_adapter_in_model(options, model, adapter_name=ADAPTER)
+        except ValueError as error:
+            raise ConfigError(
+                f"peft cannot add adapters to {type(model).__name__}: {error}",
+                remedy=f"name other layers in {LORA}.target_modules",
+                keys=(f"{LORA}.target_modules",),
+            ) from error
 
 
 def target_layers(model: PreTrainedModel, names: Sequence[str] | None) -> list[str]:

@@ -17,11 +17,13 @@ from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
 from recipe_gkd.actor.fsdp.packing import RowStyle
 from recipe_gkd.actor.fsdp.peft_patches import unconverted_targets
 from recipe_gkd.commands.gpu_smoke.reference import sample_logits, train_reference
-from recipe_gkd.errors import ModelError
-from tests._support.errors import raises
-from tests._support.families import FAMILIES, Family, make_family_folder
+from recipe_gkd.errors import ConfigError, ModelError
+from tests._support.errors import check_error, raises
+from tests._support.families import BY_TYPE, FAMILIES, Family, make_family_folder
+from tests._support.repository import REPO
 from tests._support.tiny_models import ACTOR, make_config, make_samples, with_turns, without_empty
 from tests._support.worker_pool import WorkerPool
+from tests.integration.actor.jobs import start_with_error
 from tests.integration.actor.reference import assert_metrics, assert_weights, reference_training
 from tests.integration.families import jobs
 
@@ -39,7 +41,7 @@ def rows(column: str, *, refused: bool = False) -> list[Any]:
     return [
         pytest.param(family, marks=() if family.is_default or refused else pytest.mark.slow, id=family.model_type)
         for family in FAMILIES
-        if bool(getattr(family, column)) == refused
+        if bool(getattr(family, column)) == refused and (column == "fsdp" or not family.fsdp)
     ]
 
 
@@ -118,6 +120,13 @@ def test_update_of_adapters_equals_peft(family: Family, pool: WorkerPool, tmp_pa
     assert moved
 
 
+@pytest.mark.parametrize("family", rows("lora", refused=True))
+def test_refusal_of_adapters_names_the_key(family: Family, pool: WorkerPool, tmp_path: Path) -> None:
+    folder = make_family_folder(tmp_path / "model", family)
+    [error] = pool.run(1, start_with_error, make_config(folder, *LORA), 1)
+    check_error(error, ConfigError, keys=(f"{ACTOR}.lora.target_modules",))
+
+
 def peft_update(folder: Path, seed: int) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Return metrics and merged weights of an update in float64, by transformers and peft."""
     base, _ = load(folder, torch.float32)
@@ -137,3 +146,45 @@ def test_refusal_names_the_reason_before_anything_starts(family: Family, tmp_pat
     with raises(ModelError, path=folder) as caught:
         read_causal_lm_dims(folder)
     assert family.fsdp in str(caught.value)
+
+
+VISION = dict(
+    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4
+)
+
+
+@pytest.mark.slow
+def test_training_of_gemma3_with_images_changes_its_text_model_only(pool: WorkerPool, tmp_path: Path) -> None:
+    folder, saved, checkpoint = tmp_path / "model", tmp_path / "saved", tmp_path / "state"
+    text = BY_TYPE["gemma3_text"].config | {"model_type": "gemma3_text"}
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(text_config=text, vision_config=VISION)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    training = pool.run(2, jobs.train_and_save, make_config(folder, *FSDP, ranks=2), BATCHES, checkpoint, saved)[0]
+    assert_stored(folder, training)
+    want_metrics, _ = reference_training(folder, BATCHES, lr=LR)
+    assert_metrics(training.metrics, want_metrics, rel=5e-4)
+    changed = {name for name, tensor in training.weights.items() if not torch.equal(tensor, training.before[name])}
+    assert changed == {name for name in training.weights if name.startswith("language_model.")}
+    assert_saved(saved, training.weights)
+
+
+@pytest.mark.slow
+def test_text_model_of_qwen3_5_is_saved_by_the_program_of_the_documentation(tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "text"
+    text = BY_TYPE["qwen3_5_text"].config | {"model_type": "qwen3_5_text"}
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=128, patch_size=4)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    original = transformers.Qwen3_5ForConditionalGeneration(config)
+    original.save_pretrained(source)
+    with raises(ModelError, path=source, names=("architectures",)):
+        read_causal_lm_dims(source)
+    program = (REPO / "docs" / "models.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    names = {"SOURCE": str(source), "TEXT_MODEL": str(folder)}
+    exec(program, names)
+    assert read_causal_lm_dims(folder).family == "qwen3_5_text"
+    model, loading = load(folder, torch.float32)
+    assert not any(loading.values()), loading
+    language = original.model.language_model.state_dict()
+    assert all(torch.equal(tensor, language[name]) for name, tensor in model.model.state_dict().items())
