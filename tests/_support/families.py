@@ -17,6 +17,7 @@ from tests._support.qwen2 import EOS, save_word_tokenizer
 
 NOT_IMPLEMENTED = "not implemented"
 _TORCHVISION = "vLLM's module of the family imports torchvision, which the CPU environment does not have"
+_LATENT_ON_CPU = "on a CPU, vLLM's log-probabilities with latent attention differ from transformers' by 0.1 to 0.3"
 WINDOW = 6
 """Number of tokens of a sliding window, which is less than most samples have."""
 _N_LAYERS = 3
@@ -154,24 +155,6 @@ FAMILIES = (
             },
         ),
         is_default=True,
-    ),
-    Family(
-        model_type="gemma4_text",
-        name="Gemma 4 (text model)",
-        examples="the text models of Gemma-4-E2B to 31B",
-        config=_SIZES
-        | _TIED
-        | _WIDE
-        | _SLIDING_AND_FULL
-        | dict(
-            num_hidden_layers=4,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            final_logit_softcapping=30.0,
-            hidden_size_per_layer_input=16,
-            vocab_size_per_layer_input=VOCABULARY,
-            num_kv_shared_layers=2,
-            use_double_wide_mlp=True,
-        ),
     ),
     Family(
         model_type="glm4",
@@ -358,6 +341,7 @@ FAMILIES = (
         | _GROUPED
         | _LATENT
         | dict(q_lora_rank=16, routed_scaling_factor=1.5, mlp_layer_types=["dense", "sparse", "sparse"]),
+        rollout=_LATENT_ON_CPU,
     ),
     Family(
         model_type="deepseek_v2",
@@ -368,6 +352,7 @@ FAMILIES = (
         | _GROUPED
         | _LATENT
         | dict(q_lora_rank=None, topk_method="group_limited_greedy", rope_parameters=_YARN | {"mscale_all_dim": 0.7}),
+        rollout=_LATENT_ON_CPU,
     ),
     Family(
         model_type="deepseek_v3",
@@ -381,6 +366,7 @@ FAMILIES = (
             q_lora_rank=16, routed_scaling_factor=1.5, rope_parameters=_YARN | {"mscale_all_dim": 1.0},
             topk_method="noaux_tc", scoring_func="sigmoid",
         ),
+        rollout=_LATENT_ON_CPU,
         is_default=True,
     ),
     Family(
@@ -402,6 +388,7 @@ FAMILIES = (
             use_routing_bias=True,
             rope_parameters=_ROPE | {"partial_rotary_factor": 0.5},
         ),
+        rollout="vLLM's CPU build fails in its first step with an AssertionError",
     ),
     Family(
         model_type="hrm_text",
