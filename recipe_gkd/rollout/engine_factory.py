@@ -113,6 +113,8 @@ def _build(options: EngineOptions) -> LLMEngine:
         weight_transfer_config=vllm.WeightTransferConfig(backend=vllm_weights.BACKEND),
         worker_extension_cls=f"{vllm_calls.__name__}.{vllm_calls.WorkerCalls.__name__}",
     )
+    if options.device == "cpu" and arguments.create_model_config().has_inner_state:
+        arguments.enable_prefix_caching = False  # vLLM caches recurrent states only if it splits prompts into chunks
     engine = vllm.LLMEngine.from_engine_args(arguments)
     if options.n_tokens is not None and options.n_tokens < engine.model_config.get_vocab_size():
         engine.collective_rpc(vllm_calls.WorkerCalls.set_logits.__name__, args=(1.0, options.n_tokens))

@@ -16,25 +16,16 @@ from tests._support.qwen2 import EOS, PAD, save_word_tokenizer
 
 VOCABULARY = 300
 POSITIONS = 512
-WINDOW = 8
-"""Number of tokens of a sliding window, which is less than a prompt and its response have."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": POSITIONS, "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": EOS,
     "pad_token_id": PAD,
 }  # fmt: skip
-_GROUPED: dict[str, Any] = _SIZES | {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 32}
 ENGINE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", _SIZES),
     "opt": ("OPTForCausalLM", _SIZES | {"ffn_dim": 96, "word_embed_proj_dim": 128, "init_std": 0.1}),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        _GROUPED | {"sliding_window": WINDOW, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 32},
-    ),
-    "mistral": ("MistralForCausalLM", _GROUPED | {"sliding_window": WINDOW}),
     "phi": ("PhiForCausalLM", _SIZES | {"intermediate_size": 96}),
-    "olmo2": ("Olmo2ForCausalLM", _GROUPED),
 }
 """Class and configuration of models with head widths that vLLM supports on a CPU."""
 

@@ -60,26 +60,16 @@ def load_sharded(
         ConfigError: ``wrap_policy`` or ``lora.target_modules`` names no module of the model.
     """
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    source, stored = None, None
-    failure: ModelError | None = None
-    if dist.get_rank() == 0:
-        try:
-            source = _auto_model().from_pretrained(str(folder), local_files_only=True, **options)
-            stored = stored_tensors(source, folder)
-        except ModelError as error:
-            failure = error
-        except (OSError, ValueError, KeyError, RuntimeError, WeightFileError) as error:
-            failure = ModelError(
-                f"transformers cannot load the model in {folder}: {type(error).__name__}: {error}",
-                remedy="check the folder with AutoModelForCausalLM.from_pretrained",
-                path=folder,
-            )
+    source, stored, failure = _load_on_first_rank(folder, options)
     results: list[Any] = [failure, stored]
     dist.broadcast_object_list(results)
     if results[0] is not None:
         raise results[0]
     with torch.device("meta"):
         module = _auto_model().from_config(load_hf_config(folder, trust_remote_code=trust_remote_code), **options)
+    if source is not None:
+        # `revert_weight_conversion` needs it for the names of the folder, which may be older than those of the model.
+        module._weight_conversions = getattr(source, "_weight_conversions", None)
     # transformers would give the embedding of the padding token no gradient. Here it is a token that can be sampled.
     module.get_input_embeddings().padding_idx = None
     module.requires_grad_(True)
@@ -89,6 +79,31 @@ def load_sharded(
                 add_adapters(model, lora, seed)
     shard(module, source, config, mesh, device)
     return module.eval(), results[1]
+
+
+def _load_on_first_rank(
+    folder: Path, options: dict[str, Any]
+) -> tuple[Any, dict[str, StoredTensor] | None, ModelError | None]:
+    """Return the model with data and the form of its tensors in the folder on rank 0, or the error; nothing elsewhere.
+
+    Args:
+        folder: Hugging Face folder of the model.
+        options: Options of ``from_pretrained``.
+    """
+    if dist.get_rank() != 0:
+        return None, None, None
+    try:
+        source = _auto_model().from_pretrained(str(folder), local_files_only=True, **options)
+        return source, stored_tensors(source, folder), None
+    except ModelError as error:
+        return None, None, error
+    except (OSError, ValueError, KeyError, RuntimeError, WeightFileError) as error:
+        failure = ModelError(
+            f"transformers cannot load the model in {folder}: {type(error).__name__}: {error}",
+            remedy="check the folder with AutoModelForCausalLM.from_pretrained",
+            path=folder,
+        )
+        return None, None, failure
 
 
 def shard(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from recipe_gkd.actor.fsdp.peft_patches import is_converted, unconverted_targets
 from recipe_gkd.config.keys import LORA
 from recipe_gkd.config.schema import LoraConfig
 from recipe_gkd.errors import ConfigError
@@ -36,7 +37,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         seed: Seed of the factor that is not zero.
 
     Raises:
-        ConfigError: ``target_modules`` has a name that no linear layer of the model has.
+        ConfigError: ``target_modules`` has a name that no linear layer of the model has, or peft refuses a layer.
     """
     import peft
 
@@ -48,10 +49,17 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         task_type="CAUSAL_LM",
     )
     device = next(model.parameters()).device
-    with torch.random.fork_rng(devices=[]), device, warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), device, warnings.catch_warnings(), unconverted_targets():
         warnings.simplefilter("ignore")  # peft corrects the orientation of GPT-2's weights, with a warning
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(options, model, adapter_name=ADAPTER)
+        try:
+            peft.inject_adapter_in_model(options, model, adapter_name=ADAPTER)
+        except ValueError as error:
+            raise ConfigError(
+                f"peft cannot add adapters to {type(model).__name__}: {error}",
+                remedy=f"name other layers in {LORA}.target_modules",
+                keys=(f"{LORA}.target_modules",),
+            ) from error
 
 
 def target_layers(model: PreTrainedModel, names: Sequence[str] | None) -> list[str]:
@@ -128,18 +136,20 @@ def _complete(tensor: Tensor) -> Tensor:
 def adapter_files(model: Any, base: str) -> dict[str, bytes]:
     """Return content by name of a folder that peft loads: the adapters in float32, not merged. Collective.
 
+    The folder is empty without adapters, and if peft would load them on other layers.
+
     Args:
         model: Sharded model.
         base: Model folder, for the description.
     """
     layers = adapted_layers(model)
+    if not layers or is_converted(model.peft_config[ADAPTER], model):
+        return {}
     tensors = {
         f"base_model.model.{name}.{factor}.weight": _complete(getattr(layer, factor)[ADAPTER].weight).cpu()
         for name, layer in layers.items()
         for factor in ("lora_A", "lora_B")
     }
-    if not layers:
-        return {}
     options = model.peft_config[ADAPTER].to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
     options["target_modules"] = sorted(layers)
     content = {"adapter_config.json": (json.dumps(options, indent=2) + "\n").encode()}

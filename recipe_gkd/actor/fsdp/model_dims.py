@@ -73,6 +73,7 @@ def read_causal_lm_dims(path: str | Path, *, trust_remote_code: bool = False) ->
     hf = load_hf_config(path, trust_remote_code=trust_remote_code)
     _check_is_causal_lm(hf, path, trust_remote_code=trust_remote_code)
     text = hf.get_text_config(decoder=True)
+    _check_is_trained_whole(hf, text, path)
     _check_stored_as_trained((hf.model_type, text.model_type), path)
     vocab_size = _number(text, "vocab_size")
     if not vocab_size:
@@ -129,6 +130,22 @@ def _check_is_causal_lm(hf: PretrainedConfig, path: str | Path, *, trust_remote_
         )
 
 
+def _check_is_trained_whole(hf: PretrainedConfig, text: PretrainedConfig, path: str | Path) -> None:
+    """Check that the model in training has all parts of the folder, so that a saved folder is complete."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    trained, stored = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf.model_type), hf.architectures or []
+    if hf is text or not stored or trained is None or trained in stored:
+        return
+    raise ModelError(
+        f"{path} has a {stored[0]}, of which transformers trains the text model {trained} only; a folder that is saved "
+        "after the training would lack the other parts",
+        remedy="train a folder of the text model; docs/models.md has the program that saves one",
+        path=Path(path),
+        names=("architectures",),
+    )
+
+
 def _check_stored_as_trained(model_types: tuple[str, ...], path: str | Path) -> None:
     """Check that no tensor of the folder becomes several of the model, so that each can be exported by itself."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -138,7 +155,7 @@ def _check_stored_as_trained(model_types: tuple[str, ...], path: str | Path) -> 
         steps = get_checkpoint_conversion_mapping(model_type) or ()
         if any(isinstance(step, WeightConverter) and len(step.target_patterns) > 1 for step in steps):
             raise ModelError(
-                f"{path} is a {model_type!r} model, whose weights transformers splits when it loads them; "
+                f"{path} is a {model_type!r} model: transformers splits its stored weights when it loads them, so "
                 "actor_rollout_ref.actor.strategy=fsdp cannot send them to the rollout engine",
                 remedy="choose another model",
                 path=Path(path),

@@ -225,6 +225,8 @@ def _record_mask(
     def attends(distance: int) -> bool:
         return bool(mask_function(zero, zero, zero + _FAR, zero + _FAR - distance))
 
+    if not attends(0):
+        return  # of a window of 0 tokens, which no layer uses: Qwen2-MoE also requests the mask without such layers
     if attends(-1):
         use.options.add("is_causal=False")
     if attends(_FAR):

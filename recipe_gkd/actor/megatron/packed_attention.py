@@ -107,7 +107,7 @@ class PackedAttention(MegatronModule):
         if row.row_order is None:
             return attend(self._kernel, query, key, value, row, self.scale, self.window).flatten(1)
         width = value.size(-1)
-        value = F.pad(value, (0, query.size(-1) - width))  # the exchange is one tensor
+        value = F.pad(value, (0, max(0, query.size(-1) - width)))  # the exchange is one tensor
         query, key, value = gather_rows(query, key, value, row.row_order, self._cp_group)
         output = attend(self._kernel, query, key, value, row, self.scale, self.window)
         return scatter_rows(output[..., :width], row.row_order, self._cp_group).flatten(1)

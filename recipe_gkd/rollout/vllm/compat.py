@@ -271,9 +271,16 @@ def is_released_with_weights(tensor: torch.Tensor) -> bool:
     )
 
 
+_LATENT_FACTORS = frozenset({"W_UV", "W_UK_T", "W_UK_T_dcp_qrep"})
+
+
 def model_parameter_names(model: torch.nn.Module) -> set[str]:
-    """Return vLLM's parameter names. Query, key and value are one parameter, and a shared tensor occurs once."""
-    return {name for name, _ in model.named_parameters()}
+    """Return vLLM's parameter names. Query, key and value are one parameter, and a shared tensor occurs once.
+
+    The factors of ``kv_b_proj`` in multi-head latent attention are not included: vLLM computes them from that weight
+    (``MLAAttention.process_weights_after_loading``), also at the end of a reload.
+    """
+    return {name for name, _ in model.named_parameters() if name.rpartition(".")[2] not in _LATENT_FACTORS}
 
 
 def refresh_tied_heads(model: torch.nn.Module) -> None:

@@ -39,6 +39,7 @@ def reference_training(
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float64,
+        attn_implementation="eager",  # the only one that supports all options of attention layers
         experts_implementation="eager",  # the grouped implementation does not support float64
     )
     metrics = train_reference(model, batches, objective, lr=lr, clip=clip, decay=decay)

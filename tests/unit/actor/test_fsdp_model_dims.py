@@ -100,6 +100,14 @@ class TestReadCausalLMDims:
         [
             ({"model_type": "hrm_text"}, "model_type"),
             ({"model_type": "t5"}, "model_type"),
+            (
+                {
+                    "model_type": "qwen3_5",
+                    "architectures": ["Qwen3_5ForConditionalGeneration"],
+                    "text_config": family("qwen3_5_text", layer_types=["linear_attention", "full_attention"]),
+                },
+                "architectures",
+            ),
             ({"model_type": "bart"}, "model_type"),
             ({"model_type": "vit"}, "model_type"),
             (family("llama", quantization_config={"quant_method": "gptq", "bits": 4}), "quantization_config"),

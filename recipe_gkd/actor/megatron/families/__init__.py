@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from recipe_gkd.actor.megatron.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from recipe_gkd.actor.megatron.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from recipe_gkd.actor.megatron.families.ernie import ERNIE4_5
+from recipe_gkd.actor.megatron.families.exaone import EXAONE4
 from recipe_gkd.actor.megatron.families.family import Family
 from recipe_gkd.actor.megatron.families.gemma import GEMMA3
 from recipe_gkd.actor.megatron.families.glm import GLM4, GLM4_MOE
 from recipe_gkd.actor.megatron.families.llama import LLAMA
 from recipe_gkd.actor.megatron.families.mistral import MISTRAL, MIXTRAL
-from recipe_gkd.actor.megatron.families.olmo import OLMO2
+from recipe_gkd.actor.megatron.families.olmo import OLMO2, OLMO3, OLMOE
 from recipe_gkd.actor.megatron.families.phi import PHI3
 from recipe_gkd.actor.megatron.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from recipe_gkd.actor.megatron.families.seed import SEED_OSS
@@ -17,8 +19,8 @@ from recipe_gkd.actor.megatron.families.smollm import SMOLLM3
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        QWEN2, QWEN3, LLAMA, MISTRAL, SMOLLM3, PHI3, OLMO2, GEMMA3, GLM4, SEED_OSS,
-        QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3,
+        QWEN2, QWEN3, LLAMA, MISTRAL, SMOLLM3, PHI3, OLMO2, OLMO3, GEMMA3, GLM4, SEED_OSS, EXAONE4, ERNIE4_5,
+        QWEN2_MOE, QWEN3_MOE, MIXTRAL, OLMOE, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V2, DEEPSEEK_V3,
     )
 }  # fmt: skip
 """Families by ``model_type``. Qwen2.5 has the type qwen2, and Moonlight deepseek_v3."""

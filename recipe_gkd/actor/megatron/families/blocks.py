@@ -120,26 +120,32 @@ def rope(hf: Any, parameters: Mapping[str, Any], head_dim: int, *, interleaved: 
     )
 
 
-def windows(n_layers: int, window: int | None, is_windowed: Any = lambda layer: True) -> tuple[LayerAttention, ...]:
-    """Return the attention of layers with the same position embedding, of which some have a window."""
-    if not window:
-        return ()
-    return tuple(LayerAttention(window=window if is_windowed(layer) else None) for layer in range(n_layers))
+def windows(n_layers: int, window: int | None) -> tuple[LayerAttention, ...]:
+    """Return the attention of layers that all have a window, or none."""
+    return (LayerAttention(window=window),) * n_layers if window else ()
 
 
-def layer_windows(hf: Any) -> tuple[LayerAttention, ...]:
-    """Return the attention of layers whose windows ``layer_types`` gives."""
-    kinds = list(hf.layer_types)
-    if "sliding_attention" not in kinds:
-        return ()
-    return windows(len(kinds), hf.sliding_window, lambda layer: kinds[layer] == "sliding_attention")
+def kinds_of_layers(hf: Any, head_dim: int) -> dict[str, Any]:
+    """Return position embeddings and attention of layers of two kinds, each with its own ``rope_parameters``."""
+    layers = {"full_attention": LayerAttention(0), "sliding_attention": LayerAttention(1, hf.sliding_window)}
+    return {
+        "ropes": tuple(rope(hf, hf.rope_parameters[kind], head_dim) for kind in layers),
+        "attention": tuple(layers[kind] for kind in hf.layer_types),
+    }
 
 
-def experts_behind_dense(hf: Any, **router: Any) -> MoEConfig:
-    """Return the experts of a model of which the first layers are dense and each other layer has shared experts."""
+def experts_and_shared(hf: Any, **router: Any) -> MoEConfig:
+    """Return the experts of a model whose other layers are dense, and which has shared experts without a gate.
+
+    Args:
+        hf: Configuration of transformers.
+        router: Options of the router.
+    """
     shared = hf.n_shared_experts or 0
+    kinds = getattr(hf, "mlp_layer_types", None)
+    first = 0 if kinds else hf.first_k_dense_replace
     return MoEConfig(
-        layers=tuple(layer >= hf.first_k_dense_replace for layer in range(hf.num_hidden_layers)),
+        layers=tuple(kinds[layer] == "sparse" if kinds else layer >= first for layer in range(hf.num_hidden_layers)),
         experts=hf.n_routed_experts,
         top_k=hf.num_experts_per_tok,
         ffn=hf.moe_intermediate_size,

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and DeepSeek-V3 (also Moonlight): multi-head latent attention and shared experts."""
+"""DeepSeek-V2, DeepSeek-V3 (also Moonlight) and GLM-4.7-Flash: multi-head latent attention and shared experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipe_gkd.actor.megatron.families.blocks import (
     MLP_NORM,
     SCORE_BIAS,
     experts,
-    experts_behind_dense,
+    experts_and_shared,
     gated_mlp,
     is_sparse,
     replicated,
@@ -81,11 +81,11 @@ def _attention(hf: Any) -> dict[str, Any]:
 
 def _deepseek_v2(hf: Any) -> dict[str, Any]:
     groups = None if hf.topk_method == "greedy" else expert_groups(hf)
-    return _attention(hf) | {"moe": experts_behind_dense(hf, normalized=False, groups=groups)}
+    return _attention(hf) | {"moe": experts_and_shared(hf, normalized=False, groups=groups)}
 
 
 def _deepseek_v3(hf: Any) -> dict[str, Any]:
-    moe = experts_behind_dense(hf, normalized=True, score="sigmoid", score_bias=True, groups=expert_groups(hf))
+    moe = experts_and_shared(hf, normalized=True, score="sigmoid", score_bias=True, groups=expert_groups(hf))
     return _attention(hf) | {"moe": moe}
 
 
@@ -101,6 +101,14 @@ DEEPSEEK_V2 = Family(
         "norm_topk_prob": (False,),
     },
     problem=softmax_problem,
+    without_effect=WITHOUT_EFFECT,
+)
+GLM4_MOE_LITE = Family(
+    model_type="glm4_moe_lite",
+    numbers=_deepseek_v3,
+    rules=_rules,
+    required={"attention_bias": (False,), "norm_topk_prob": (True,), "rope_interleave": (True,)},
+    problem=sigmoid_problem,
     without_effect=WITHOUT_EFFECT,
 )
 DEEPSEEK_V3 = Family(

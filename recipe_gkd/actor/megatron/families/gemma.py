@@ -12,12 +12,12 @@ from recipe_gkd.actor.megatron.families.blocks import (
     INPUT_NORM,
     OUTPUT,
     gated_mlp,
+    kinds_of_layers,
     qkv,
     replicated,
-    rope,
 )
 from recipe_gkd.actor.megatron.families.family import Family, Rules
-from recipe_gkd.actor.megatron.model_dims import LayerAttention, ModelDims
+from recipe_gkd.actor.megatron.model_dims import ModelDims
 
 
 def _rules(dims: ModelDims, layer: int) -> Rules:
@@ -30,11 +30,7 @@ def _rules(dims: ModelDims, layer: int) -> Rules:
 
 
 def _numbers(hf: Any) -> dict[str, Any]:
-    kinds = ("full_attention", "sliding_attention")
-    layers = {"full_attention": LayerAttention(0), "sliding_attention": LayerAttention(1, hf.sliding_window)}
-    return {
-        "ropes": tuple(rope(hf, hf.rope_parameters[kind], hf.head_dim) for kind in kinds),
-        "attention": tuple(layers[kind] for kind in hf.layer_types),
+    return kinds_of_layers(hf, hf.head_dim) | {
         "softmax_scale": hf.query_pre_attn_scalar**-0.5,
         "qk_norm": "head",
         "norms": "both",

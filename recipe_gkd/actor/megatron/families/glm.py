@@ -13,7 +13,7 @@ from recipe_gkd.actor.megatron.families.blocks import (
     OUTPUT,
     SCORE_BIAS,
     experts,
-    experts_behind_dense,
+    experts_and_shared,
     gated_mlp,
     is_sparse,
     qkv,
@@ -53,7 +53,7 @@ def _glm4(hf: Any) -> dict[str, Any]:
 
 
 def _glm4_moe(hf: Any) -> dict[str, Any]:
-    moe = experts_behind_dense(hf, normalized=True, score="sigmoid", score_bias=True, groups=expert_groups(hf))
+    moe = experts_and_shared(hf, normalized=True, score="sigmoid", score_bias=True, groups=expert_groups(hf))
     return {"qkv_bias": hf.attention_bias, "qk_norm": "head" if hf.use_qk_norm else None, "moe": moe}
 
 

@@ -1,29 +1,68 @@
-"""OLMo 2: norms behind attention and feed-forward block, and norms of all query heads and of all key heads."""
+"""OLMo 2, OLMo 3 and OLMoE: norms of all query heads and of all key heads.
+
+The dense models have norms behind attention and feed-forward block instead of before them.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from recipe_gkd.actor.megatron.families.blocks import (
     AFTER_ATTENTION,
     AFTER_MLP,
     ALL_HEADS_NORMS,
+    INPUT_NORM,
+    MLP_NORM,
     OUTPUT,
+    experts,
     gated_mlp,
+    kinds_of_layers,
     qkv,
     replicated,
 )
 from recipe_gkd.actor.megatron.families.family import Family, Rules
+from recipe_gkd.actor.megatron.families.llama import NO_BIASES
+from recipe_gkd.actor.megatron.families.routing import single_expert_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.student_dims import MoEConfig
+
+NORMS = {"norms": "after", "qk_norm": "all_heads"}
+AFTER_ATTENTION_NORM = replicated(AFTER_ATTENTION, "post_attention_layernorm.weight", "hidden")
+AFTER_MLP_NORM = replicated(AFTER_MLP, "post_feedforward_layernorm.weight", "hidden")
+WITHOUT_BIAS = {"attention_bias": NO_BIASES["attention_bias"]}
 
 
 def _rules(dims: ModelDims, layer: int) -> Rules:
-    after_attention = replicated(AFTER_ATTENTION, "post_attention_layernorm.weight", "hidden")
-    after_mlp = replicated(AFTER_MLP, "post_feedforward_layernorm.weight", "hidden")
-    return (*qkv(dims), *ALL_HEADS_NORMS, OUTPUT, after_attention, *gated_mlp("mlp"), after_mlp)
+    return (*qkv(dims), *ALL_HEADS_NORMS, OUTPUT, AFTER_ATTENTION_NORM, *gated_mlp("mlp"), AFTER_MLP_NORM)
 
 
-OLMO2 = Family(
-    model_type="olmo2",
-    numbers=lambda hf: {"norms": "after", "qk_norm": "all_heads"},
+def _olmoe_rules(dims: ModelDims, layer: int) -> Rules:
+    return (INPUT_NORM, *qkv(dims), *ALL_HEADS_NORMS, OUTPUT, MLP_NORM, *experts())
+
+
+def _olmoe(hf: Any) -> dict[str, Any]:
+    moe = MoEConfig(
+        layers=(True,) * hf.num_hidden_layers,
+        experts=hf.num_experts,
+        top_k=hf.num_experts_per_tok,
+        ffn=hf.intermediate_size,
+        normalized=hf.norm_topk_prob,
+        shared_ffn=None,
+    )
+    return {"qk_norm": "all_heads", "moe": moe}
+
+
+OLMO2 = Family(model_type="olmo2", numbers=lambda hf: dict(NORMS), rules=_rules, required=WITHOUT_BIAS)
+OLMO3 = Family(
+    model_type="olmo3",
+    numbers=lambda hf: kinds_of_layers(hf, hf.hidden_size // hf.num_attention_heads) | NORMS,
     rules=_rules,
-    required={"attention_bias": (False,)},
+    required=WITHOUT_BIAS,
+)
+OLMOE = Family(
+    model_type="olmoe",
+    numbers=_olmoe,
+    rules=_olmoe_rules,
+    required=WITHOUT_BIAS | {"clip_qkv": (None,)},
+    problem=single_expert_problem,
 )

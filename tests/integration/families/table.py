@@ -1,0 +1,56 @@
+"""Write the table of ``docs/models.md``: ``python -m tests.integration.families.table``."""
+
+from __future__ import annotations
+
+from tests._support.families import FAMILIES, Family
+from tests._support.repository import REPO
+
+PAGE = REPO / "docs" / "models.md"
+BEGIN, END = "<!-- table of families: begin -->", "<!-- table of families: end -->"
+COLUMNS = {
+    "Megatron": "megatron",
+    "FSDP": "fsdp",
+    "LoRA (FSDP)": "lora",
+    "vLLM rollout": "rollout",
+    "teacher service": "teacher",
+}
+
+
+def table() -> str:
+    """Return the table, with a footnote for each reason."""
+    notes: list[str] = []
+    lines = [
+        "| family | `model_type` | released models | " + " | ".join(COLUMNS) + " |",
+        "|" + "---|" * (3 + len(COLUMNS)),
+    ]
+    for family in FAMILIES:
+        cells = [_cell(_reason(family, attribute), notes) for attribute in COLUMNS.values()]
+        name = family.name + (f" {_mark(family.note, notes)}" if family.note else "")
+        lines.append(f"| {name} | `{family.model_type}` | {family.examples} | {' | '.join(cells)} |")
+    footnotes = [f"{number}. {note[0].upper()}{note[1:]}." for number, note in enumerate(notes, start=1)]
+    return "\n".join([*lines, "", *footnotes])
+
+
+def page(text: str) -> str:
+    """Return the page with the table of this version."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+
+
+def _reason(family: Family, attribute: str) -> str:
+    return str(getattr(family, attribute))
+
+
+def _cell(reason: str, notes: list[str]) -> str:
+    return f"no {_mark(reason, notes)}" if reason else "yes"
+
+
+def _mark(note: str, notes: list[str]) -> str:
+    """Return the number of a footnote, which is added if it is new."""
+    if note not in notes:
+        notes.append(note)
+    return f"({notes.index(note) + 1})"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
