@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from recipe_gkd.actor.megatron.families import FAMILIES
-from recipe_gkd.actor.megatron.families.family import Part, Rule, ShardSpec, sizes
+from recipe_gkd.actor.megatron.families.family import Part, WeightRule, ShardSpec, sizes
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -67,23 +67,23 @@ def weights(dims: ModelDims) -> Iterator[Weight]:
     vocab, norm = Part("lm_head.weight", "vocab hidden"), Part("model.norm.weight", "hidden")
     embedding = Part("model.embed_tokens.weight", "vocab hidden")
     size = sizes(dims) | {"vocab": dims.vocab_size}
-    yield _weight(Rule((EMBEDDING,), ShardSpec.VOCAB, (embedding,)), size, None)
+    yield _weight(WeightRule((EMBEDDING,), ShardSpec.VOCAB, (embedding,)), size, None)
     rules = FAMILIES[dims.family].rules
     for layer in range(dims.layers):
         yield from _layer_weights(rules(dims, layer), size, layer)
-    yield _weight(Rule(("decoder.final_layernorm.weight",), ShardSpec.NONE, (norm,)), size, None)
+    yield _weight(WeightRule(("decoder.final_layernorm.weight",), ShardSpec.NONE, (norm,)), size, None)
     if not dims.tied:
-        yield _weight(Rule((OUTPUT,), ShardSpec.VOCAB, (vocab,)), size, None)
+        yield _weight(WeightRule((OUTPUT,), ShardSpec.VOCAB, (vocab,)), size, None)
 
 
-def _layer_weights(rules: tuple[Rule, ...], size: dict[str, int], layer: int) -> Iterator[Weight]:
+def _layer_weights(rules: tuple[WeightRule, ...], size: dict[str, int], layer: int) -> Iterator[Weight]:
     yield from (_weight(rule, size, layer) for rule in rules if not rule.of_experts)
     of_experts = [rule for rule in rules if rule.of_experts]
     for expert in range(size.get("experts", 0) if of_experts else 0):
         yield from (_weight(rule, size, layer, expert) for rule in of_experts)
 
 
-def _weight(rule: Rule, size: dict[str, int], layer: int | None, expert: int | None = None) -> Weight:
+def _weight(rule: WeightRule, size: dict[str, int], layer: int | None, expert: int | None = None) -> Weight:
     prefix = "" if layer is None else f"model.layers.{layer}."
     parts: list[TensorRows] = []
     shapes: dict[str, Shape] = {}

@@ -27,7 +27,7 @@ def table() -> str:
         cells = [_cell(_reason(family, attribute), notes) for attribute in COLUMNS.values()]
         name = family.name + (f" {_mark(family.note, notes)}" if family.note else "")
         lines.append(f"| {name} | `{family.model_type}` | {family.examples} | {' | '.join(cells)} |")
-    footnotes = [f"{number}. {note[0].upper()}{note[1:]}." for number, note in enumerate(notes, start=1)]
+    footnotes = [f"{number}. {_sentence(note)}." for number, note in enumerate(notes, start=1)]
     return "\n".join([*lines, "", *footnotes])
 
 
@@ -43,6 +43,11 @@ def _reason(family: Family, attribute: str) -> str:
 
 def _cell(reason: str, notes: list[str]) -> str:
     return f"no {_mark(reason, notes)}" if reason else "yes"
+
+
+def _sentence(note: str) -> str:
+    """Return a note with a capital letter, except for names that have none."""
+    return note if note.startswith(("vLLM", "peft")) else note[0].upper() + note[1:]
 
 
 def _mark(note: str, notes: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recipe_gkd.actor.megatron.families.family import Part, Rule, Rules, ShardSpec
+from recipe_gkd.actor.megatron.families.family import Part, WeightRule, WeightRules, ShardSpec
 from recipe_gkd.actor.megatron.model_dims import LayerAttention, ModelDims, Rope
 from recipe_gkd.actor.student_dims import MoEConfig
 
@@ -14,9 +14,9 @@ MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 # ---- weights
 
 
-def replicated(mcore: str | tuple[str, ...], name: str, shape: str) -> Rule:
+def replicated(mcore: str | tuple[str, ...], name: str, shape: str) -> WeightRule:
     """Return the rule of a weight that every rank has."""
-    return Rule(mcore if isinstance(mcore, tuple) else (mcore,), ShardSpec.NONE, (Part(name, shape),))
+    return WeightRule(mcore if isinstance(mcore, tuple) else (mcore,), ShardSpec.NONE, (Part(name, shape),))
 
 
 BEFORE_ATTENTION = ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
@@ -24,38 +24,42 @@ BEFORE_MLP = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 AFTER_ATTENTION, AFTER_MLP = "post_attention_layernorm.weight", "post_mlp_layernorm.weight"
 INPUT_NORM = replicated(BEFORE_ATTENTION, "input_layernorm.weight", "hidden")
 MLP_NORM = replicated(BEFORE_MLP, "post_attention_layernorm.weight", "hidden")
-HEAD_NORMS: Rules = tuple(
+HEAD_NORMS: WeightRules = tuple(
     replicated(f"self_attention.{each}_layernorm.weight", f"self_attn.{each}_norm.weight", "head") for each in "qk"
 )
-ALL_HEADS_NORMS: Rules = tuple(
-    Rule((f"self_attention.{each}_layernorm.weight",), ShardSpec.ROWS, (Part(f"self_attn.{each}_norm.weight", size),))
+ALL_HEADS_NORMS: WeightRules = tuple(
+    WeightRule(
+        (f"self_attention.{each}_layernorm.weight",), ShardSpec.ROWS, (Part(f"self_attn.{each}_norm.weight", size),)
+    )
     for each, size in (("q", "q"), ("k", "kv"))
 )
-OUTPUT = Rule(("self_attention.linear_proj.weight",), ShardSpec.COLUMNS, (Part("self_attn.o_proj.weight", "hidden q"),))
+OUTPUT = WeightRule(
+    ("self_attention.linear_proj.weight",), ShardSpec.COLUMNS, (Part("self_attn.o_proj.weight", "hidden q"),)
+)
 
 
-def qkv(dims: ModelDims) -> Rules:
+def qkv(dims: ModelDims) -> WeightRules:
     """Return the projections of queries, keys and values, with biases if the model has them."""
 
-    def rule(kind: str, columns: str) -> Rule:
+    def rule(kind: str, columns: str) -> WeightRule:
         parts = tuple(
             Part(f"self_attn.{name}_proj.{kind}", rows + columns)
             for name, rows in (("q", "q"), ("k", "kv"), ("v", "kv"))
         )
-        return Rule((f"self_attention.linear_qkv.{kind}",), ShardSpec.QKV, parts)
+        return WeightRule((f"self_attention.linear_qkv.{kind}",), ShardSpec.QKV, parts)
 
     return (rule("weight", " hidden"), *([rule("bias", "")] if dims.qkv_bias else []))
 
 
-def joined_qkv(name: str) -> Rule:
+def joined_qkv(name: str) -> WeightRule:
     """Return the projections of queries, keys and values that are rows of one tensor."""
     parts = tuple(Part(name, f"{rows} hidden") for rows in ("q", "kv", "kv"))
-    return Rule(("self_attention.linear_qkv.weight",), ShardSpec.QKV, parts)
+    return WeightRule(("self_attention.linear_qkv.weight",), ShardSpec.QKV, parts)
 
 
 def gated_mlp(
     prefix: str, names: tuple[str, str, str] = MLP_NAMES, mcore: tuple[str, ...] = ("mlp.{}.weight",), ffn: str = "ffn"
-) -> Rules:
+) -> WeightRules:
     """Return the weights of a gated feed-forward block.
 
     Args:
@@ -68,24 +72,24 @@ def gated_mlp(
     of_experts = ffn == "expert_ffn"
     fc1, fc2 = (tuple(name.replace("{}", fc, 1) for name in mcore) for fc in ("linear_fc1", "linear_fc2"))
     return (
-        Rule(fc1, ShardSpec.GATE_UP, (Part(gate, f"{ffn} hidden"), Part(up, f"{ffn} hidden")), of_experts),
-        Rule(fc2, ShardSpec.COLUMNS, (Part(down, f"hidden {ffn}"),), of_experts),
+        WeightRule(fc1, ShardSpec.GATE_UP, (Part(gate, f"{ffn} hidden"), Part(up, f"{ffn} hidden")), of_experts),
+        WeightRule(fc2, ShardSpec.COLUMNS, (Part(down, f"hidden {ffn}"),), of_experts),
     )
 
 
-def experts(prefix: str = "mlp", names: tuple[str, str, str] = MLP_NAMES) -> Rules:
+def experts(prefix: str = "mlp", names: tuple[str, str, str] = MLP_NAMES) -> WeightRules:
     """Return the router and the experts of a layer."""
     mcore = ("mlp.experts.local_experts.[].{}.weight", "mlp.experts.{}.weight[]")
     of_experts = gated_mlp(f"{prefix}.experts.{{}}", names, mcore, "expert_ffn")
     return (replicated("mlp.router.weight", f"{prefix}.gate.weight", "experts hidden"), *of_experts)
 
 
-def shared_experts(prefix: str) -> Rules:
+def shared_experts(prefix: str) -> WeightRules:
     """Return the shared experts of a layer."""
     return gated_mlp(prefix, MLP_NAMES, ("mlp.shared_experts.{}.weight",), "shared_ffn")
 
 
-SCORE_BIAS = Rule(
+SCORE_BIAS = WeightRule(
     ("mlp.router.expert_bias",),
     ShardSpec.NONE,
     (Part("mlp.gate.e_score_correction_bias", "experts"),),

@@ -16,19 +16,19 @@ from recipe_gkd.actor.megatron.families.blocks import (
     rope,
     shared_experts,
 )
-from recipe_gkd.actor.megatron.families.family import Family, Part, Rule, Rules, ShardSpec
+from recipe_gkd.actor.megatron.families.family import Family, Part, WeightRule, WeightRules, ShardSpec
 from recipe_gkd.actor.megatron.families.routing import expert_groups, sigmoid_problem, softmax_problem
 from recipe_gkd.actor.megatron.model_dims import LatentAttention, ModelDims
 
 INPUT_NORM = replicated("input_layernorm.weight", "input_layernorm.weight", "hidden")
 
 
-def _rows(mcore: str, name: str, shape: str) -> Rule:
-    return Rule((f"self_attention.{mcore}.weight",), ShardSpec.ROWS, (Part(f"self_attn.{name}.weight", shape),))
+def _rows(mcore: str, name: str, shape: str) -> WeightRule:
+    return WeightRule((f"self_attention.{mcore}.weight",), ShardSpec.ROWS, (Part(f"self_attn.{name}.weight", shape),))
 
 
-def _latent_attention(dims: ModelDims) -> Rules:
-    queries: Rules = (_rows("linear_q_proj", "q_proj", "q hidden"),)
+def _latent_attention(dims: ModelDims) -> WeightRules:
+    queries: WeightRules = (_rows("linear_q_proj", "q_proj", "q hidden"),)
     if dims.latent and dims.latent.q_rank:
         queries = (
             replicated("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "q_rank hidden"),
@@ -42,11 +42,13 @@ def _latent_attention(dims: ModelDims) -> Rules:
         ),
         replicated("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", "kv_rank"),
         _rows("linear_kv_up_proj", "kv_b_proj", "k+v kv_rank"),
-        Rule(("self_attention.linear_proj.weight",), ShardSpec.COLUMNS, (Part("self_attn.o_proj.weight", "hidden v"),)),
+        WeightRule(
+            ("self_attention.linear_proj.weight",), ShardSpec.COLUMNS, (Part("self_attn.o_proj.weight", "hidden v"),)
+        ),
     )
 
 
-def _rules(dims: ModelDims, layer: int) -> Rules:
+def _rules(dims: ModelDims, layer: int) -> WeightRules:
     attention = (INPUT_NORM, *_latent_attention(dims), MLP_NORM)
     if not is_sparse(dims, layer):
         return (*attention, *gated_mlp("mlp"))

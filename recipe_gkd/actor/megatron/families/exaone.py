@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from recipe_gkd.actor.megatron.families.blocks import HEAD_NORMS, OUTPUT, gated_mlp, qkv
-from recipe_gkd.actor.megatron.families.family import Family, Rules
+from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.families.olmo import AFTER_ATTENTION_NORM, AFTER_MLP_NORM
 from recipe_gkd.actor.megatron.model_dims import LayerAttention, ModelDims
 
 
-def _rules(dims: ModelDims, layer: int) -> Rules:
+def _rules(dims: ModelDims, layer: int) -> WeightRules:
     return (*qkv(dims), *HEAD_NORMS, OUTPUT, AFTER_ATTENTION_NORM, *gated_mlp("mlp"), AFTER_MLP_NORM)
 
 

@@ -53,7 +53,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightRule:
     """One Megatron parameter of a layer.
 
     Attributes:
@@ -73,7 +73,7 @@ class Rule:
     is_float32: bool = False
 
 
-Rules = tuple[Rule, ...]
+WeightRules = tuple[WeightRule, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Family:
 
     model_type: str
     numbers: Callable[[Any], dict[str, Any]]
-    rules: Callable[[ModelDims, int], Rules]
+    rules: Callable[[ModelDims, int], WeightRules]
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     problem: Callable[[Any], tuple[str, tuple[str, ...]] | None] = lambda hf: None
     without_effect: frozenset[str] = frozenset()

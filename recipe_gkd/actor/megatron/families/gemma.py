@@ -16,11 +16,11 @@ from recipe_gkd.actor.megatron.families.blocks import (
     qkv,
     replicated,
 )
-from recipe_gkd.actor.megatron.families.family import Family, Rules
+from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 
 
-def _rules(dims: ModelDims, layer: int) -> Rules:
+def _rules(dims: ModelDims, layer: int) -> WeightRules:
     after_attention = replicated(AFTER_ATTENTION, "post_attention_layernorm.weight", "hidden")
     before_mlp = replicated(BEFORE_MLP, "pre_feedforward_layernorm.weight", "hidden")
     after_mlp = replicated(AFTER_MLP, "post_feedforward_layernorm.weight", "hidden")

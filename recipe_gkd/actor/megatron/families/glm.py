@@ -21,20 +21,20 @@ from recipe_gkd.actor.megatron.families.blocks import (
     rope,
     shared_experts,
 )
-from recipe_gkd.actor.megatron.families.family import Family, Rules
+from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.families.phi import JOINED_GATE_UP
 from recipe_gkd.actor.megatron.families.routing import expert_groups, sigmoid_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 
 
-def _glm4_rules(dims: ModelDims, layer: int) -> Rules:
+def _glm4_rules(dims: ModelDims, layer: int) -> WeightRules:
     after_attention = replicated(AFTER_ATTENTION, "post_self_attn_layernorm.weight", "hidden")
     after_mlp = replicated(AFTER_MLP, "post_mlp_layernorm.weight", "hidden")
     feed_forward = gated_mlp("mlp", JOINED_GATE_UP)
     return (INPUT_NORM, *qkv(dims), OUTPUT, after_attention, MLP_NORM, *feed_forward, after_mlp)
 
 
-def _glm4_moe_rules(dims: ModelDims, layer: int) -> Rules:
+def _glm4_moe_rules(dims: ModelDims, layer: int) -> WeightRules:
     norms = HEAD_NORMS if dims.qk_norm else ()
     attention = (INPUT_NORM, *qkv(dims), *norms, OUTPUT, MLP_NORM)
     if not is_sparse(dims, layer):

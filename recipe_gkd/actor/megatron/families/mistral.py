@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from recipe_gkd.actor.megatron.families.blocks import INPUT_NORM, MLP_NORM, OUTPUT, experts, qkv, windows
-from recipe_gkd.actor.megatron.families.family import Family, Rules
+from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.families.llama import layer_rules
 from recipe_gkd.actor.megatron.families.routing import single_expert_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.student_dims import MoEConfig
 
 
-def _mixtral_rules(dims: ModelDims, layer: int) -> Rules:
+def _mixtral_rules(dims: ModelDims, layer: int) -> WeightRules:
     return (INPUT_NORM, *qkv(dims), OUTPUT, MLP_NORM, *experts("block_sparse_moe", ("w1", "w3", "w2")))
 
 

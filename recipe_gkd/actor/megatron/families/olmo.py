@@ -20,7 +20,7 @@ from recipe_gkd.actor.megatron.families.blocks import (
     qkv,
     replicated,
 )
-from recipe_gkd.actor.megatron.families.family import Family, Rules
+from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.families.llama import NO_BIASES
 from recipe_gkd.actor.megatron.families.routing import single_expert_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
@@ -32,11 +32,11 @@ AFTER_MLP_NORM = replicated(AFTER_MLP, "post_feedforward_layernorm.weight", "hid
 WITHOUT_BIAS = {"attention_bias": NO_BIASES["attention_bias"]}
 
 
-def _rules(dims: ModelDims, layer: int) -> Rules:
+def _rules(dims: ModelDims, layer: int) -> WeightRules:
     return (*qkv(dims), *ALL_HEADS_NORMS, OUTPUT, AFTER_ATTENTION_NORM, *gated_mlp("mlp"), AFTER_MLP_NORM)
 
 
-def _olmoe_rules(dims: ModelDims, layer: int) -> Rules:
+def _olmoe_rules(dims: ModelDims, layer: int) -> WeightRules:
     return (INPUT_NORM, *qkv(dims), *ALL_HEADS_NORMS, OUTPUT, MLP_NORM, *experts())
 
 

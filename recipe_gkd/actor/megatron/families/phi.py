@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from recipe_gkd.actor.megatron.families.blocks import INPUT_NORM, MLP_NORM, OUTPUT, gated_mlp, joined_qkv, windows
-from recipe_gkd.actor.megatron.families.family import Family, Rules
+from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 
 JOINED_GATE_UP = ("gate_up_proj", "gate_up_proj", "down_proj")
 
 
-def _rules(dims: ModelDims, layer: int) -> Rules:
+def _rules(dims: ModelDims, layer: int) -> WeightRules:
     return (INPUT_NORM, joined_qkv("self_attn.qkv_proj.weight"), OUTPUT, MLP_NORM, *gated_mlp("mlp", JOINED_GATE_UP))
 
 

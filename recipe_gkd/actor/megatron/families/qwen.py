@@ -16,7 +16,7 @@ from recipe_gkd.actor.megatron.families.blocks import (
     replicated,
     shared_experts,
 )
-from recipe_gkd.actor.megatron.families.family import Family, Rules
+from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.families.llama import layer_rules
 from recipe_gkd.actor.megatron.families.routing import single_expert_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
@@ -28,12 +28,12 @@ OF_WINDOWS = frozenset({"sliding_window", "max_window_layers", "layer_types"})
 SHARED_GATE = replicated("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "1 hidden")
 
 
-def _qwen3_rules(dims: ModelDims, layer: int) -> Rules:
+def _qwen3_rules(dims: ModelDims, layer: int) -> WeightRules:
     feed_forward = experts() if is_sparse(dims, layer) else gated_mlp("mlp")
     return (INPUT_NORM, *qkv(dims), *HEAD_NORMS, OUTPUT, MLP_NORM, *feed_forward)
 
 
-def _qwen2_moe_rules(dims: ModelDims, layer: int) -> Rules:
+def _qwen2_moe_rules(dims: ModelDims, layer: int) -> WeightRules:
     if not is_sparse(dims, layer):
         return layer_rules(dims, layer)
     router, *of_experts = experts()
