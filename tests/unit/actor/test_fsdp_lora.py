@@ -93,6 +93,17 @@ class TestAddAdapters:
         with raises(ConfigError, keys=(f"{LORA}.target_modules",)):
             add_adapters(make_model(), options(target_modules=["q_proj", name]), seed=1)
 
+    def test_dense_layers_that_peft_takes_for_experts_are_refused(self) -> None:
+        sizes: dict[str, Any] = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+        experts = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, mlp_only_layers=[1])
+        config = transformers.Qwen3MoeConfig(vocab_size=32, num_key_value_heads=1, head_dim=8, **sizes, **experts)
+        with torch.device("meta"):
+            model, other = transformers.Qwen3MoeForCausalLM(config), transformers.Qwen3MoeForCausalLM(config)
+        with raises(ConfigError, keys=(f"{LORA}.target_modules",)):
+            add_adapters(model, options(), seed=1)
+        add_adapters(other, options(target_modules=["q_proj", "o_proj"]), seed=1)
+        assert len(adapted_layers(other)) == 4
+
 
 class TestMergedWeights:
     @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
@@ -171,7 +182,6 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("overrides", "key"),
         [
-            ([f"{LORA}.rank=8"], "rank"),
             ([FSDP, f"{LORA}.target_modules=[q_proj]"], "target_modules"),
             ([FSDP, f"{LORA}.dropout=0.1", f"{LORA}.rank=0"], "dropout"),
             ([FSDP, f"{LORA}.rank=8", f"{LORA}.target_modules=[]"], "target_modules"),
