@@ -26,6 +26,7 @@ class ShardSpec(Enum):
     Attributes:
         NONE: Replicated on every rank.
         VOCAB: Divided by rows, after the vocabulary is padded.
+        ROWS: Divided by rows (dimension 0). Only factors of adapters; see :mod:`~recipe_gkd.actor.megatron.lora_table`.
         COLUMNS: Weight [out, in], divided by columns (dimension 1).
         QKV: Three Hugging Face tensors in one parameter, interleaved by key/value group: the queries of the group, its
             key, its value. Divided by groups.
@@ -34,6 +35,7 @@ class ShardSpec(Enum):
 
     NONE = auto()
     VOCAB = auto()
+    ROWS = auto()
     COLUMNS = auto()
     QKV = auto()
     GATE_UP = auto()
