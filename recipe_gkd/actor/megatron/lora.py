@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ class MegatronLora:
     config: LoraConfig
     weights: Sequence[tuple[AdaptedWeight, Adapter | None]]
 
+    @cached_property
+    def _adapters(self) -> dict[Weight, Adapter | None]:
+        return {weight.base: adapter for weight, adapter in self.weights}
+
     @property
     def layers(self) -> list[str]:
         """Names of the Hugging Face layers with an adapter."""
@@ -53,7 +58,7 @@ class MegatronLora:
 
     def merged(self, weight: Weight, parameter: Tensor) -> Tensor:
         """Return this rank's shard of a weight for an export: the parameter itself if it has no adapter."""
-        adapter = next((adapter for table, adapter in self.weights if table.base == weight), None)
+        adapter = self._adapters.get(weight)
         return parameter.detach() if adapter is None else adapter.merged_with(parameter.detach())
 
     def about(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointMismatch, ConfigError, GkdError
 from tests._support.errors import check_error
-from tests._support.layouts import BF16, CP2, EP2, PLAIN_OPTIMIZER, PP2, RECOMPUTE, SP, TP2, VPP2
+from tests._support.layouts import BF16, CP2, EP2, OVERLAP, PLAIN_OPTIMIZER, PP2, RECOMPUTE, SP, TP2, VPP2
 from tests._support.tiny_models import ACTOR, make_config, started, transformers_logits, update, without_empty
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs, save_jobs
@@ -50,6 +50,7 @@ LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
     ),
     "pipeline 2, interleaved, recomputed activations": ("qwen2", 2, [PP2, VPP2, *RECOMPUTE]),
     "tensor 2, recomputed activations, fused head": ("llama", 2, [TP2, *RECOMPUTE, "gkd.fuse_lm_head=true"]),
+    "data 2, overlapped": ("qwen2", 2, OVERLAP),
     "experts 2": ("qwen3_moe", 2, [EP2]),
     "shared experts, one process": ("qwen2_moe", 1, []),
 }  # fmt: skip
