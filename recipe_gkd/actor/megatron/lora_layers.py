@@ -67,14 +67,25 @@ class Adapter(nn.Module):
         assert config.rank is not None
         self.weight, self._dims, self._tp_size = weight, dims, layout.tp_size
         self.rank, self.scale, self.dropout = config.rank, config.alpha / config.rank, config.dropout
-        self.a, self.b = nn.ParameterList(), nn.ParameterList()
-        for layer, (a, b) in zip(weight.layers.values(), weight.factors, strict=True):
+        # Parameters of this module, not of a list: `overlap_param_gather` completes the parameters of a module when its
+        # forward method is called.
+        for index, (layer, (a, b)) in enumerate(zip(weight.layers.values(), weight.factors, strict=True)):
             [(_, (_, n_inputs))] = a.hf
             read = partial(_read_slice, initial_factor(layer, self.rank, n_inputs, seed))
             shard_RI = read_shard(a, dims, read, layout.tp_rank, layout.tp_size)
-            self.a.append(nn.Parameter(shard_RI.to(like.device, like.dtype, copy=True)))
-            self.b.append(nn.Parameter(like.new_zeros(shard_size(b, dims, layout.tp_size))))
+            self.register_parameter(f"a{index}", nn.Parameter(shard_RI.to(like.device, like.dtype, copy=True)))
+            self.register_parameter(f"b{index}", nn.Parameter(like.new_zeros(shard_size(b, dims, layout.tp_size))))
         self.eval()  # without dropout
+
+    @property
+    def a(self) -> list[nn.Parameter]:
+        """Factors A on this rank."""
+        return [self.get_parameter(f"a{index}") for index in range(len(self.weight.layers))]
+
+    @property
+    def b(self) -> list[nn.Parameter]:
+        """Factors B on this rank."""
+        return [self.get_parameter(f"b{index}") for index in range(len(self.weight.layers))]
 
     def mark_shards(self, *, sequence_parallel: bool) -> None:
         """Set the attributes that Megatron's gradient reduction and gradient norm read."""
@@ -108,7 +119,7 @@ class Adapter(nn.Module):
 
     def merged_with(self, parameter: Tensor) -> Tensor:
         """Return a parameter with its adapters, ``W + alpha / rank B A``, computed in float32, in the dtype of W."""
-        delta_OI = self.outputs_OR().float() @ torch.cat(list(self.a)).float() * self.scale
+        delta_OI = self.outputs_OR().float() @ torch.cat(self.a).float() * self.scale
         return (parameter.float() + delta_OI).to(parameter.dtype)
 
     def _project(self, input_N1I: Tensor) -> Tensor:
@@ -116,7 +127,7 @@ class Adapter(nn.Module):
         if self.training and self.dropout:
             parts = [F.linear(F.dropout(input_N1I, self.dropout), a_RI) for a_RI in self.a]
             return torch.cat(parts, dim=-1) * self.scale
-        return F.linear(input_N1I, torch.cat(list(self.a))) * self.scale
+        return F.linear(input_N1I, torch.cat(self.a)) * self.scale
 
 
 class ColumnParallelAdapter(Adapter):
