@@ -26,6 +26,7 @@ run "Megatron, \`one_step_off\` (default)"
 run "Megatron, \`sync\`" trainer.scheduler=sync
 run "Megatron, hybrid engine" trainer.scheduler=sync actor_rollout_ref.hybrid_engine=true
 run "Megatron, offload" $actor.megatron.{param,grad,optimizer}_offload=true
+run "Megatron, LoRA of rank 16" $actor.lora.rank=16 $actor.optim.lr=0.01
 run "FSDP" $actor.strategy=fsdp
 run "FSDP, offload" $actor.strategy=fsdp $actor.fsdp_config.{param,optimizer}_offload=true
 run "FSDP, LoRA of rank 16" $actor.strategy=fsdp $actor.lora.rank=16 $actor.optim.lr=0.01

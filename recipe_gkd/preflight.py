@@ -144,6 +144,10 @@ def _check_megatron_layout(dims: ModelDims, config: Config) -> None:
     ensure_layout_fits(dims, megatron)
     if config.trainer.device == "cpu" or megatron.transformer_impl == "local":
         ensure_heads_fit_context(dims, megatron)  # otherwise the worker checks it, when it has chosen the kernel
+    if config.actor_rollout_ref.actor.lora.rank:
+        from recipe_gkd.actor.megatron.lora_table import adapted_weights  # imports torch
+
+        adapted_weights(dims, config.actor_rollout_ref.actor.lora)  # refuses names of no layer
     if megatron.override_transformer_config or megatron.override_ddp_config:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron lists packages that it does not find

@@ -33,10 +33,10 @@ def build_backend(config: Config, spec: RankSpec) -> Backend:
 
         return FsdpBackend(config, spec)
     from recipe_gkd.actor.hidden_module import hidden_module
-    from recipe_gkd.actor.megatron.transformer_impl import resolve_transformer_impl
+    from recipe_gkd.actor.megatron.transformer_impl import impl_setting, resolve_transformer_impl
 
     # Before Megatron is imported, because a defective Transformer Engine would make its import fail.
-    resolve_transformer_impl(config.actor_rollout_ref.actor.megatron.transformer_impl, spec.device)
+    resolve_transformer_impl(impl_setting(config.actor_rollout_ref.actor), spec.device)
     # Megatron imports wandb if it is installed, which takes seconds and leaves temporary folders behind.
     with hidden_module("wandb"):
         from recipe_gkd.actor.megatron.backend import MegatronBackend

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from recipe_gkd.config.conditions import uses_sampled_token_loss
-from recipe_gkd.config.keys import FSDP, LORA, MEGATRON, POOL_KEYS, STRATEGY
+from recipe_gkd.config.keys import FSDP, LORA, MEGATRON, POOL_KEYS
 from recipe_gkd.config.megatron_fields import fixed_field_problems
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ConfigError
@@ -93,13 +93,8 @@ def _lora(config: Config) -> Iterator[ConfigError]:
     lora = actor.lora
     if not lora.rank:
         return
-    if actor.strategy != "fsdp":
-        yield ConfigError(
-            f"{LORA}.rank={lora.rank} with {STRATEGY}={actor.strategy}: only the layers of transformers can have "
-            "adapters",
-            remedy=f"set {STRATEGY}=fsdp, or {LORA}.rank=null",
-            keys=(f"{LORA}.rank", STRATEGY),
-        )
+    if actor.strategy == "megatron":
+        yield from _megatron_lora(config)
     if lora.target_modules == []:
         yield ConfigError(
             f"{LORA}.target_modules=[]: no layer gets an adapter",
@@ -113,6 +108,25 @@ def _lora(config: Config) -> Iterator[ConfigError]:
             "rollout workers have no dropout",
             remedy=f"set {LORA}.dropout=0",
             keys=(f"{LORA}.dropout", "gkd.use_rl_loss" if config.gkd.use_rl_loss else "gkd.distill_loss_type"),
+        )
+
+
+def _megatron_lora(config: Config) -> Iterator[ConfigError]:
+    megatron, lora = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.actor.lora
+    tp = megatron.tensor_model_parallel_size
+    if megatron.transformer_impl == "transformer_engine":
+        yield ConfigError(
+            f"{LORA}.rank={lora.rank} with {MEGATRON}.transformer_impl=transformer_engine: its layers compute a norm "
+            "and a product at once, so that an adapter does not get its input",
+            remedy=f"set {MEGATRON}.transformer_impl=local or auto",
+            keys=(f"{LORA}.rank", f"{MEGATRON}.transformer_impl"),
+        )
+    if lora.dropout and tp > 1:
+        yield ConfigError(
+            f"{LORA}.dropout={lora.dropout:g} with {MEGATRON}.tensor_model_parallel_size={tp}: the ranks of a layer "
+            "would drop different numbers of the same input",
+            remedy=f"set {LORA}.dropout=0, or tensor_model_parallel_size=1",
+            keys=(f"{LORA}.dropout", f"{MEGATRON}.tensor_model_parallel_size"),
         )
 
 

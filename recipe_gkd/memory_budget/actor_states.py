@@ -8,7 +8,7 @@ Backend                  Weights Gradients Optimizer state
 Megatron, bfloat16       2       4         12, with a float32 copy of the weights
 Megatron, float32        4       4         8
 FSDP, any ``dtype``      4       4         8
-FSDP, frozen under LoRA  2 or 4  0         0
+frozen under LoRA        2 or 4  0         0
 ======================== ======= ========= =======================================================
 
 Megatron's distributed optimizer divides the optimizer state among the data-parallel ranks. FSDP divides everything
@@ -20,11 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from recipe_gkd.actor.megatron.families.reading import read_model_dims
 from recipe_gkd.actor.megatron.hf_layout import shard_size
 from recipe_gkd.actor.megatron.hf_names import EMBEDDING, Weight, weights
 from recipe_gkd.actor.megatron.layout_checks import UNEQUAL_STAGES
+from recipe_gkd.actor.megatron.lora_table import AdaptedWeight, adapted_weights
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.student_dims import load_hf_config
 from recipe_gkd.config.schema import ActorConfig, Config, FsdpConfig, MegatronConfig
@@ -64,13 +66,16 @@ def read_actor_memory(config: Config) -> ActorMemory:
     if actor.strategy == "megatron":
         dims = read_model_dims(model.path, trust_remote_code=model.trust_remote_code)
         n_weights = sum(math.prod(shape) for weight in weights(dims) for _, shape in weight.hf)
-        return ActorMemory(stages=megatron_states(dims, actor.megatron, world_size), n_weights=n_weights)
+        stages = megatron_states(dims, actor.megatron, world_size, adapted_weights(dims, actor.lora))
+        return ActorMemory(stages=stages, n_weights=n_weights)
     base, adapters = _fsdp_parameters(config)
     states = fsdp_states(base, adapters, actor, world_size)
     return ActorMemory(stages=[states], n_weights=sum(math.prod(shape) for shape in base))
 
 
-def megatron_states(dims: ModelDims, megatron: MegatronConfig, world_size: int) -> list[States]:
+def megatron_states(
+    dims: ModelDims, megatron: MegatronConfig, world_size: int, adapted: Sequence[AdaptedWeight] = ()
+) -> list[States]:
     """Return the states of a rank of each pipeline stage.
 
     If an override gives the stages different numbers of layers, the mean of all stages is returned as one entry. The
@@ -79,6 +84,7 @@ def megatron_states(dims: ModelDims, megatron: MegatronConfig, world_size: int) 
     Args:
         megatron: Parallel layout and data type.
         world_size: Number of actor ranks.
+        adapted: Weights with adapters. If there are any, all other parameters are frozen.
     """
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or tp
@@ -88,14 +94,18 @@ def megatron_states(dims: ModelDims, megatron: MegatronConfig, world_size: int) 
     item = ITEM_BYTES[megatron.dtype]
     in_float32 = bool(megatron.override_ddp_config.get("grad_reduce_in_fp32", True))
     moments = _MOMENTS + (_FLOAT32 if item < _FLOAT32 else 0)
-    stages: list[States] = [
-        {
-            "params": item * (dense + experts / ep),
-            "grads": (_FLOAT32 if in_float32 else item) * (dense + experts / ep),
-            "optimizer": moments * (dense / shared_by + experts / ep / experts_shared_by),
-        }
-        for dense, experts in _stage_parameters(dims, megatron, etp)
-    ]
+    stages: list[States] = []
+    factors = [factor for weight in adapted for pair in weight.factors for factor in pair]
+    bases, adapters = (_stage_parameters(dims, megatron, table) for table in (weights(dims), factors))
+    for base, own in zip(bases, adapters, strict=True):
+        dense, experts = own if adapted else base
+        stages.append(
+            {
+                "params": item * (base.dense + base.experts / ep + own.dense),
+                "grads": (_FLOAT32 if in_float32 else item) * (dense + experts / ep),
+                "optimizer": moments * (dense / shared_by + experts / ep / experts_shared_by),
+            }
+        )
     if UNEQUAL_STAGES & megatron.override_transformer_config.keys():
         return [_mean(stages)]
     return stages
@@ -148,17 +158,29 @@ def _fsdp_parameters(config: Config) -> tuple[list[tuple[int, ...]], list[tuple[
     return base, [tuple(parameter.shape) for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _stage_parameters(dims: ModelDims, megatron: MegatronConfig, etp: int) -> list[tuple[int, int]]:
-    """Return the numbers of dense parameters of a rank and of all experts' shards, for each pipeline stage."""
+class _Parameters(NamedTuple):
+    """Numbers of parameters of a pipeline stage: dense ones of a rank, and the shards of all experts."""
+
+    dense: int
+    experts: int
+
+
+def _stage_parameters(dims: ModelDims, megatron: MegatronConfig, table: Iterable[Weight]) -> list[_Parameters]:
+    """Return the numbers of parameters of each pipeline stage.
+
+    Args:
+        table: Weights to count.
+    """
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    etp = megatron.expert_tensor_parallel_size or tp
     n_chunks = pp * (megatron.virtual_pipeline_model_parallel_size or 1)
     counts = [[0, 0] for _ in range(pp)]
-    for weight in weights(dims):
+    for weight in table:
         is_expert = weight.expert is not None
         size = math.prod(shard_size(weight, dims, etp if is_expert else tp))
         for stage in _stages_of(weight, dims, pp, n_chunks):
             counts[stage][is_expert] += size
-    return [(dense, experts) for dense, experts in counts]
+    return [_Parameters(dense, experts) for dense, experts in counts]
 
 
 def _stages_of(weight: Weight, dims: ModelDims, pp: int, n_chunks: int) -> set[int]:

@@ -312,11 +312,11 @@ def _layout_remedies(config: Config) -> Iterator[Remedy]:
     """Yield the changes that lower the memory of an actor rank on a GPU."""
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     n_ranks = trainer.nnodes * trainer.n_gpus_per_node
+    if actor.strategy == "fsdp" and actor.fsdp_config.fsdp_size not in (-1, n_ranks):
+        yield _change("set", f"{ACTOR}.fsdp_config.fsdp_size", "=-1")
+    if not actor.lora.rank:
+        yield Remedy(f"train adapters only ({ACTOR}.lora.rank)", (f"{ACTOR}.lora.rank",))
     if actor.strategy == "fsdp":
-        if actor.fsdp_config.fsdp_size not in (-1, n_ranks):
-            yield _change("set", f"{ACTOR}.fsdp_config.fsdp_size", "=-1")
-        if not actor.lora.rank:
-            yield Remedy(f"train adapters only ({ACTOR}.lora.rank)", (f"{ACTOR}.lora.rank",))
         yield _change("raise", SLOTS)
         return
     if not actor.megatron.use_distributed_optimizer and n_ranks > 1:

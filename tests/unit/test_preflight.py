@@ -232,6 +232,12 @@ class TestMegatronOverrides:
             read_student(config)
         assert f"{self.MEGATRON}.override_" in str(caught.value)
 
+    def test_adapter_of_no_layer_is_refused_before_a_worker_starts(self, model: Path) -> None:
+        lora = "actor_rollout_ref.actor.lora"
+        names = f"{lora}.target_modules=[q_proj,query]"
+        with raises(ConfigError, keys=(f"{lora}.target_modules",)):
+            read_student(make_config(f"actor_rollout_ref.model.path={model}", f"{lora}.rank=4", names))
+
     @pytest.mark.parametrize(
         "overrides",
         [

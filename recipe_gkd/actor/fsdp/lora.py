@@ -5,18 +5,17 @@ Shape suffixes: R rank, I inputs, O outputs of a layer.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipe_gkd.actor.fsdp.peft_patches import is_converted, unconverted_targets
+from recipe_gkd.actor import lora
+from recipe_gkd.actor.peft_patches import is_converted, unconverted_targets
 from recipe_gkd.config.keys import LORA
 from recipe_gkd.config.schema import LoraConfig
 from recipe_gkd.errors import ConfigError
@@ -41,17 +40,11 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """
     import peft
 
-    options = peft.LoraConfig(
-        r=config.rank or 0,
-        lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=target_layers(model, config.target_modules),
-        task_type="CAUSAL_LM",
-    )
+    layers = target_layers(model, config.target_modules)
+    options = lora.peft_options(config, layers)
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[]), device, warnings.catch_warnings(), unconverted_targets():
         warnings.simplefilter("ignore")  # peft corrects the orientation of GPT-2's weights, with a warning
-        torch.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(options, model, adapter_name=ADAPTER)
         except ValueError as error:
@@ -60,6 +53,12 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
                 remedy=f"name other layers in {LORA}.target_modules",
                 keys=(f"{LORA}.target_modules",),
             ) from error
+    if device.type == "meta":
+        return
+    for name, layer in adapted_layers(model).items():
+        factor = layer.lora_A[ADAPTER].weight
+        rank, n_inputs = factor.shape
+        factor.data.copy_(lora.initial_factor(name, rank, n_inputs, seed))
 
 
 def target_layers(model: PreTrainedModel, names: Sequence[str] | None) -> list[str]:
@@ -80,18 +79,7 @@ def target_layers(model: PreTrainedModel, names: Sequence[str] | None) -> list[s
         for name, part in model.named_modules()
         if isinstance(part, (nn.Linear, Conv1D)) and part is not output
     ]  # fmt: skip
-    if names is None:
-        return linear
-    ending = {name: [each for each in linear if f".{each}".endswith(f".{name}")] for name in names}
-    if unknown := [name for name, found in ending.items() if not found]:
-        known = sorted({name.rpartition(".")[2] for name in linear})
-        raise ConfigError(
-            f"{LORA}.target_modules={list(names)}: {type(model).__name__} has no linear layer "
-            f"{' or '.join(unknown)}, apart from the output layer, which cannot have an adapter",
-            remedy=f"its linear layers are {', '.join(known)}",
-            keys=(f"{LORA}.target_modules",),
-        )
-    return [each for each in linear if any(each in found for found in ending.values())]
+    return lora.select_layers(linear, names, type(model).__name__)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -145,15 +133,12 @@ def adapter_files(model: Any, base: str) -> dict[str, bytes]:
     layers = adapted_layers(model)
     if not layers or is_converted(model.peft_config[ADAPTER], model):
         return {}
-    tensors = {
-        f"base_model.model.{name}.{factor}.weight": _complete(getattr(layer, factor)[ADAPTER].weight).cpu()
+    factors = {
+        lora.factor_name(name, factor): _complete(getattr(layer, f"lora_{factor}")[ADAPTER].weight).cpu()
         for name, layer in layers.items()
-        for factor in ("lora_A", "lora_B")
+        for factor in ("A", "B")
     }
-    options = model.peft_config[ADAPTER].to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
-    options["target_modules"] = sorted(layers)
-    content = {"adapter_config.json": (json.dumps(options, indent=2) + "\n").encode()}
-    return content | {"adapter_model.safetensors": safetensors.torch.save(tensors, metadata={"format": "pt"})}
+    return lora.adapter_files(model.peft_config[ADAPTER], factors, base)
 
 
 @contextmanager

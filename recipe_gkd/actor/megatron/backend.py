@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from recipe_gkd.actor.backend import BackendReport, LossFunction
 from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan
+from recipe_gkd.actor.lora import adapter_files, peft_options
 from recipe_gkd.actor.megatron import patches
 from recipe_gkd.actor.megatron.checkpoint_load import check_checkpoint, load_checkpoint
 from recipe_gkd.actor.megatron.checkpoint_save import MegatronSave
 from recipe_gkd.actor.megatron.data_parallel import complete_weights
-from recipe_gkd.actor.megatron.export import export_weights, weights_meta
+from recipe_gkd.actor.megatron.export import export_adapters, export_weights, weights_meta
 from recipe_gkd.actor.megatron.forward_backward import run_micro_batches
 from recipe_gkd.actor.megatron.layer_report import layer_report
 from recipe_gkd.actor.megatron.megatron_model import build_megatron_model
@@ -24,7 +25,9 @@ from recipe_gkd.actor.megatron.offloaded_tensors import state_tensors
 from recipe_gkd.actor.megatron.optimizer import clip_and_step, gradient_norm, set_hyperparameters
 from recipe_gkd.actor.megatron.padding_rows import keep_padding_rows
 from recipe_gkd.actor.megatron.parallel import check_world_size, context_group, destroy_parallel, tensor_group
+from recipe_gkd.actor.megatron.transformer_impl import impl_setting
 from recipe_gkd.actor.offload import OffloadedStates
+from recipe_gkd.actor.peft_patches import empty_model, is_converted
 from recipe_gkd.actor.ranks import RankSpec
 from recipe_gkd.config.schema import Config, OptimConfig
 from recipe_gkd.config.schema.actor import ActorState
@@ -49,7 +52,7 @@ class MegatronBackend:
 
     def __init__(self, config: Config, spec: RankSpec) -> None:
         self._gkd, self._actor = config.gkd, config.actor_rollout_ref.actor
-        megatron = self._actor.megatron
+        self._path, megatron = config.actor_rollout_ref.model.path, self._actor.megatron
         check_world_size(megatron, spec.world_size)
         patches.install()
         choose_layer_kernels(config.gkd.kernel_backend)
@@ -69,9 +72,13 @@ class MegatronBackend:
 
     def report(self) -> BackendReport:
         """Describe the model."""
-        setting, feature = self._actor.megatron.transformer_impl, self.model.dims.needs_local_layers
-        layers = layer_report(self.model.chunks[0].config, setting, feature)
-        return BackendReport(n_parameters=self.model.n_parameters, summary=layers.summary, warnings=layers.warnings)
+        feature = self.model.dims.needs_local_layers
+        layers, summary = layer_report(self.model.chunks[0].config, impl_setting(self._actor), feature), ""
+        if (lora := self.model.lora) is not None:
+            summary = f"; LoRA of rank {lora.config.rank} on {len(lora.layers)} layers"
+        return BackendReport(
+            n_parameters=self.model.n_parameters, summary=layers.summary + summary, warnings=layers.warnings
+        )
 
     def in_use(self) -> AbstractContextManager[None]:
         """Return the context in which Megatron requests no CUDA device on a CPU."""
@@ -82,7 +89,8 @@ class MegatronBackend:
         for chunk in self.model.wrapped:
             chunk.zero_grad_buffer()
         self.model.optimizer.zero_grad()
-        return run_micro_batches(self.model, plan, loss, gkd=self._gkd, timeout_s=self._actor.timeout_s)
+        with nullcontext() if self.model.lora is None else self.model.lora.dropout():
+            return run_micro_batches(self.model, plan, loss, gkd=self._gkd, timeout_s=self._actor.timeout_s)
 
     def evaluate(self, plan: MicroBatchPlan, loss: LossFunction) -> list[dict[str, Any]]:
         """Compute the losses without a gradient; see :class:`~recipe_gkd.actor.backend.Backend`."""
@@ -120,8 +128,15 @@ class MegatronBackend:
         return export_weights(self.model, first, last)
 
     def extra_files(self) -> dict[str, bytes]:
-        """Return nothing: a Hugging Face folder has no other files of this backend."""
-        return {}
+        """Return the files of the folder ``adapter`` on rank 0, which peft loads; nothing without LoRA."""
+        factors = {name: tensor.cpu() for name, tensor in export_adapters(self.model)}
+        if not factors or self.model.lora is None:
+            return {}
+        options = peft_options(self._actor.lora, self.model.lora.layers)
+        if is_converted(options, empty_model(self._path)):
+            return {}
+        content = adapter_files(options, factors, self._path)
+        return {f"adapter/{name}": data for name, data in content.items()}
 
     def plan_save(self, path: Path, step: int, contents: Sequence[str]) -> MegatronSave:
         """Prepare the save of a checkpoint; see :class:`~recipe_gkd.actor.backend.Backend`."""

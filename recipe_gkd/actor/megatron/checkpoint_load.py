@@ -22,9 +22,16 @@ from recipe_gkd.actor.checkpoint.files import (
     read_description,
     read_on_all_ranks,
 )
-from recipe_gkd.actor.megatron.checkpoint_state import optimizer_kind, restore_rng, rng_state, sharded_state
+from recipe_gkd.actor.megatron.checkpoint_state import (
+    load_weights,
+    optimizer_kind,
+    restore_rng,
+    rng_state,
+    sharded_state,
+)
 from recipe_gkd.actor.megatron.megatron_model import MegatronModel
 from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.config.keys import LORA
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch
 
 STRATEGY = "megatron"
@@ -83,8 +90,7 @@ def load_checkpoint(path: Path, model: MegatronModel, contents: Sequence[str], c
             path=path,
         ) from error
 
-    for number, chunk in enumerate(model.chunks):
-        chunk.load_state_dict(loaded[f"model{number}"])
+    load_weights(model, loaded)
     if with_optimizer:
         model.optimizer.load_state_dict(loaded["optimizer"])
     else:
@@ -138,8 +144,38 @@ def check_same_dims(path: Path, saved: Mapping[str, Any], dims: ModelDims) -> No
         raise CheckpointMismatch(f"{path} is a checkpoint of another model ({values})", path=path, differing=differing)
 
 
+def check_same_adapters(path: Path, saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> None:
+    """Check that a checkpoint has the same adapters as the model.
+
+    Args:
+        path: Folder of the checkpoint.
+        saved: Settings of its adapters; None if it has complete weights.
+        own: Settings of the adapters of the model to load it into; None if all weights are trained.
+
+    Raises:
+        CheckpointMismatch: It has others, or only one of the two has adapters.
+    """
+    names = sorted({*(saved or {}), *(own or {})})
+    if differing := tuple(name for name in names if (saved or {}).get(name) != (own or {}).get(name)):
+        values = [f"{name}: {_shown(saved, name)} there, {_shown(own, name)} here" for name in differing]
+        raise CheckpointMismatch(
+            f"{path} is a checkpoint of other trained weights ({'; '.join(values)})",
+            remedy=f"use the same {LORA}.*, or another checkpoint",
+            path=path,
+            differing=differing,
+        )
+
+
+def _shown(adapters: Mapping[str, Any] | None, name: str) -> str:
+    if adapters is None:
+        return "no adapters"
+    value = adapters.get(name)
+    return f"{len(value)} layers" if isinstance(value, list) else str(value)
+
+
 def _check_matches(path: Path, about: dict[str, Any], model: MegatronModel, contents: Sequence[str]) -> None:
     check_same_dims(path, about["model"], model.dims)
+    check_same_adapters(path, about.get("lora"), None if model.lora is None else model.lora.about())
     check_contents(path, about["contents"], contents)
     kind = optimizer_kind(model)
     if "optimizer" in contents and about["optimizer_kind"] != kind:

@@ -45,22 +45,29 @@ def describe(model: MegatronModel, contents: Sequence[str]) -> dict[str, Any]:
         "layout": str(model.layout),
         "contents": list(contents),
         "optimizer_kind": optimizer_kind(model),
+        "lora": None if model.lora is None else model.lora.about(),
     }
 
 
 def sharded_state(model: MegatronModel, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
-    """Return Megatron's sharded state of the weights and the optimizer. Collective.
+    """Return Megatron's sharded state of the trained weights and the optimizer. Collective.
+
+    With adapters they are the only weights. The others come from the model folder.
 
     Args:
         with_optimizer: Include the optimizer.
         is_loading: The state is the target of a load.
     """
     complete_weights(model.wrapped)
-    group = mpu.get_data_parallel_group(with_context_parallel=True)
-    state: dict[str, Any] = {
-        f"model{number}": chunk.sharded_state_dict(metadata=OPTIMIZER_SHARDING | {"dp_cp_group": group})
-        for number, chunk in enumerate(model.chunks)
-    }
+    state: dict[str, Any]
+    if model.lora is not None:
+        state = {"adapters": model.lora.sharded_state()}
+    else:
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        state = {
+            f"model{number}": chunk.sharded_state_dict(metadata=OPTIMIZER_SHARDING | {"dp_cp_group": group})
+            for number, chunk in enumerate(model.chunks)
+        }
     if with_optimizer:
         if optimizer_kind(model)["use_distributed_optimizer"]:
             _allocate_adam_state(model.optimizer)
@@ -68,6 +75,19 @@ def sharded_state(model: MegatronModel, *, with_optimizer: bool, is_loading: boo
             dict(state), is_loading=is_loading, metadata=OPTIMIZER_SHARDING
         )
     return state
+
+
+def load_weights(model: MegatronModel, loaded: dict[str, Any]) -> None:
+    """Set the trained weights to a loaded state.
+
+    Args:
+        loaded: State with tensors in the place of the sharded tensors of :func:`sharded_state`.
+    """
+    if model.lora is not None:
+        model.lora.load_state(loaded["adapters"])
+        return
+    for number, chunk in enumerate(model.chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
 
 
 def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:

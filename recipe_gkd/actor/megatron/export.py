@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,26 +49,59 @@ def export_weights(model: MegatronModel, first: int = 0, last: int | None = None
 
     Yields:
         Hugging Face name and complete tensor on rank 0; nothing on the other ranks, which must exhaust the iterator as
-        well. A tensor may share memory with the model: do not write to it, and do not use it after the next update.
+        well. Weights with adapters are merged. A tensor may share memory with the model: do not write to it, and do not
+        use it after the next update.
     """
     complete_weights(model.wrapped)
-    layout = model.layout
     for (weight, parameter), stage in zip(model.weights[first:last], model.stages[first:last], strict=True):
-        holders = _holders(model, weight, stage)
-        local = None if parameter is None else parameter.detach()
-        if layout.rank == 0:
-            size = shard_size(weight, model.dims, len(holders))
-            shards = {
-                rank: local
-                if rank == 0 and local is not None
-                else torch.empty(size, dtype=_dtype(weight, model.dtype), device=model.device)
-                for rank in holders
-            }
-            _exchange([dist.P2POp(dist.irecv, shard, rank) for rank, shard in shards.items() if rank != 0])
-            names = (name for name, _ in weight.hf)
-            yield from zip(names, join_shards(weight, model.dims, list(shards.values())), strict=True)
-        elif layout.rank in holders and local is not None:
-            _exchange([dist.P2POp(dist.isend, local.contiguous(), 0)])
+        shard = None if parameter is None else partial(_export_shard, model, weight, parameter)
+        yield from _gather(model, weight, stage, shard)
+
+
+@torch.no_grad()
+def export_adapters(model: MegatronModel) -> Iterator[tuple[str, Tensor]]:
+    """Gather the complete factors of the adapters on global rank 0. Collective, as :func:`export_weights`.
+
+    Yields:
+        Name in a folder of peft and complete tensor on rank 0; nothing on the other ranks, or without adapters.
+    """
+    if model.lora is None:
+        return
+    complete_weights(model.wrapped)
+    stages = {weight: stage for (weight, _), stage in zip(model.weights, model.stages, strict=True)}
+    for base, factor, parameter in model.lora.factors():
+        yield from _gather(model, factor, stages[base], None if parameter is None else parameter.detach)
+
+
+def _export_shard(model: MegatronModel, weight: Weight, parameter: Tensor) -> Tensor:
+    return parameter.detach() if model.lora is None else model.lora.merged(weight, parameter)
+
+
+def _gather(
+    model: MegatronModel, weight: Weight, stage: int, shard: Callable[[], Tensor] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the complete tensors of a weight on rank 0.
+
+    Args:
+        stage: Pipeline stage that has the weight.
+        shard: Returns this rank's shard. It is called only on ranks that send their shard, and on rank 0. None: this
+            rank does not have the weight.
+    """
+    layout = model.layout
+    holders = _holders(model, weight, stage)
+    if layout.rank == 0:
+        size = shard_size(weight, model.dims, len(holders))
+        shards = {
+            rank: shard()
+            if rank == 0 and shard is not None
+            else torch.empty(size, dtype=_dtype(weight, model.dtype), device=model.device)
+            for rank in holders
+        }
+        _exchange([dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in shards.items() if rank != 0])
+        names = (name for name, _ in weight.hf)
+        yield from zip(names, join_shards(weight, model.dims, list(shards.values())), strict=True)
+    elif layout.rank in holders and shard is not None:
+        _exchange([dist.P2POp(dist.isend, shard().contiguous(), 0)])
 
 
 def _dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:

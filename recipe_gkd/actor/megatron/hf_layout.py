@@ -48,12 +48,22 @@ def read_shard(weight: Weight, dims: ModelDims, read: ReadSlice, tp_rank: int, t
         case ShardSpec.COLUMNS:
             count = size[1] // tp_size
             return read(name, (slice(None), slice(tp_rank * count, (tp_rank + 1) * count)))
-        case ShardSpec.QKV:
-            groups = dims.kv_heads // tp_size
-            parts = [part.unflatten(0, (groups, part.size(0) // groups)) for part in map(rows, range(3))]
-            return torch.cat(parts, dim=1).flatten(0, 1)
-        case ShardSpec.GATE_UP:
-            return torch.cat([rows(0), rows(1)])
+        case ShardSpec.QKV | ShardSpec.GATE_UP:
+            return fuse_rows(weight, dims, [rows(index) for index in range(len(weight.parts))], tp_size)
+
+
+def fuse_rows(weight: Weight, dims: ModelDims, parts: Sequence[Tensor], tp_size: int) -> Tensor:
+    """Return the rows of one rank's parameter from the rank's rows of each of its parts.
+
+    Args:
+        weight: Weight that is divided by rows.
+        parts: Rows of the tensors, in the order of ``weight.parts``.
+        tp_size: Size of the group that divides the weight.
+    """
+    if weight.shard_spec is not ShardSpec.QKV:
+        return torch.cat(tuple(parts))
+    groups = dims.kv_heads // tp_size
+    return torch.cat([part.unflatten(0, (groups, part.size(0) // groups)) for part in parts], dim=1).flatten(0, 1)
 
 
 def shard_size(weight: Weight, dims: ModelDims, n_shards: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from recipe_gkd.actor.megatron.families import FAMILIES
-from recipe_gkd.actor.megatron.families.family import Part, WeightRule, ShardSpec, sizes
+from recipe_gkd.actor.megatron.families.family import Part, ShardSpec, WeightRule, sizes
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,11 +16,14 @@ from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.megatron.data_parallel import ddp_config
 from recipe_gkd.actor.megatron.families.reading import read_model_dims
 from recipe_gkd.actor.megatron.hf_load import LocalWeight, load_hf, local_weights
+from recipe_gkd.actor.megatron.lora import MegatronLora, add_adapters
+from recipe_gkd.actor.megatron.lora_table import adapted_weights
 from recipe_gkd.actor.megatron.model import build_chunks, transformer_config
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.megatron.optimizer import wrap_and_optimize
 from recipe_gkd.actor.megatron.packed_attention import attention_kernel
 from recipe_gkd.actor.megatron.parallel import init_parallel
+from recipe_gkd.actor.megatron.transformer_impl import impl_setting
 from recipe_gkd.actor.ranks import Layout, RankSpec
 from recipe_gkd.config.schema import Config
 from teacher.common.head_dtype import wants_float32_head
@@ -41,6 +44,7 @@ class MegatronModel:
         optimizer: Optimizer of all chunks.
         weights: All weights of the model in order, each with this rank's parameter for it.
         stages: Pipeline stage of each weight.
+        lora: Adapters. All other parameters are then frozen. None: all parameters are trained.
     """
 
     dims: ModelDims
@@ -54,6 +58,7 @@ class MegatronModel:
     optimizer: MegatronOptimizer
     weights: Sequence[LocalWeight]
     stages: Sequence[int]
+    lora: MegatronLora | None = None
 
     @property
     def n_parameters(self) -> int:
@@ -69,21 +74,24 @@ def build_megatron_model(config: Config, spec: RankSpec) -> MegatronModel:
 
     Raises:
         ModelError: The model folder cannot be read or is not supported.
-        ConfigError: The parallel layout does not fit the model.
+        ConfigError: The parallel layout or the adapters do not fit the model.
         DeadlineError: A rank did not reach the rendezvous within ``actor_rollout_ref.nccl_timeout``.
     """
-    model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.megatron
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    megatron = replace(actor.megatron, transformer_impl=impl_setting(actor))
     device = spec.torch_device
     # Invalid settings raise an error here, before this rank waits for others.
     dims = read_model_dims(model.path, trust_remote_code=model.trust_remote_code)
+    adapted = adapted_weights(dims, actor.lora)
     transformer = transformer_config(dims, megatron, device)
     n_model_ranks = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
     ddp = ddp_config(megatron, overlaps=device.type == "cuda" and spec.world_size > n_model_ranks)
     layout = init_parallel(config, spec)
     chunks = build_chunks(dims, transformer, device)
     load_hf(Path(model.path), chunks, dims, layout)
-    wrapped, optimizer = wrap_and_optimize(chunks, transformer, config.actor_rollout_ref.actor.optim, ddp)
     weights = local_weights(chunks, dims, layout)
+    lora = add_adapters(chunks, adapted, weights, dims, layout, actor.lora, config.data.seed) if adapted else None
+    wrapped, optimizer = wrap_and_optimize(chunks, transformer, actor.optim, ddp)
     return MegatronModel(
         dims=dims,
         layout=layout,
@@ -96,6 +104,7 @@ def build_megatron_model(config: Config, spec: RankSpec) -> MegatronModel:
         optimizer=optimizer,
         weights=weights,
         stages=_find_stages(weights, layout, device),
+        lora=lora,
     )
 
 

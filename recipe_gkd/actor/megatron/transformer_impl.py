@@ -18,7 +18,7 @@ import sys
 from typing import Literal
 
 from recipe_gkd.config.keys import key_name
-from recipe_gkd.config.schema.actor import TransformerImpl
+from recipe_gkd.config.schema.actor import ActorConfig, TransformerImpl
 from recipe_gkd.errors import ConfigError
 
 KEY = key_name(lambda config: config.actor_rollout_ref.actor.megatron.transformer_impl)
@@ -42,6 +42,15 @@ ATTENTION_VARIABLES: dict[ResolvedImpl, dict[str, str]] = {
     "transformer_engine": {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"},
     "local": {"NVTE_FLASH_ATTN": "1", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "1"},
 }
+
+
+def impl_setting(actor: ActorConfig) -> TransformerImpl:
+    """Return ``megatron.transformer_impl``, or ``local`` for ``auto`` with adapters.
+
+    Transformer Engine merges a norm into the next linear layer. The adapter of that layer would need its result.
+    """
+    setting = actor.megatron.transformer_impl
+    return "local" if actor.lora.rank and setting == "auto" else setting
 
 
 def resolve_transformer_impl(setting: TransformerImpl, device_type: str) -> ResolvedImpl:

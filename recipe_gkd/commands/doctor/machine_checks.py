@@ -204,7 +204,7 @@ def _write_probe(path: Path) -> None:
 def _checkpoint_bytes(config: Config) -> float | None:
     """Return the least size of a checkpoint in bytes, None if the student is unknown or only adapters are saved."""
     actor = config.actor_rollout_ref.actor
-    if actor.strategy == "fsdp" and actor.lora.rank:
+    if actor.lora.rank:
         return None
     try:
         n_weights = read_actor_memory(config).n_weights

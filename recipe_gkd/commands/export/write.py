@@ -62,8 +62,7 @@ def write_adapter(source: Source, out: Path) -> None:
     Raises:
         CheckpointError: The checkpoint has no adapters, or see :func:`write_model`.
     """
-    actor = source.config.actor_rollout_ref.actor
-    if not actor.lora.rank or actor.strategy != "fsdp":
+    if not source.config.actor_rollout_ref.actor.lora.rank:
         raise CheckpointError(
             f"--adapter: {source.checkpoint} was trained without LoRA (actor_rollout_ref.actor.lora.rank)",
             remedy="export the complete weights without --adapter",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recipe_gkd.config.foreign_keys.common_names import DECAY, NO_LIMIT
 from recipe_gkd.config.foreign_keys.entries import ANY, BATCH, DTYPE, PACKED, RECOMPUTE, Project, other, same
-from recipe_gkd.config.keys import ACTOR, LORA, MEGATRON, MODEL, OPTIM, ROLLOUT, TEACHER
+from recipe_gkd.config.keys import LORA, MEGATRON, MODEL, OPTIM, ROLLOUT, TEACHER
 
 TRL = Project(
     name="TRL",
@@ -99,7 +99,7 @@ TRL = Project(
         same("lora_target_modules", key=f"{LORA}.target_modules"),
         other("disable_dropout", advice="remove it: the student is trained without dropout", fixed=("true",)),
         other("logging_steps", "logging_strategy", advice="remove it: each step is logged", fixed=ANY),
-        other("use_peft", advice=f"`{LORA}.rank` with `{ACTOR}.strategy=fsdp` trains LoRA", fixed=("false",)),
+        other("use_peft", advice=f"`{LORA}.rank` trains LoRA", fixed=("false",)),
         other("optim", advice="remove it: the optimizer is AdamW", fixed=("adamw_torch", "adamw_torch_fused", "adamw")),
         other("packing", advice=PACKED, fixed=ANY),
         other(

@@ -176,7 +176,7 @@ class FsdpConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LoraConfig:
-    """Low-rank adapters of the actor with ``strategy=fsdp``, section ``actor_rollout_ref.actor.lora``."""
+    """Low-rank adapters of the actor, section ``actor_rollout_ref.actor.lora``."""
 
     rank: int | None = key(
         "Rank of the adapters (LoRA). All other weights are frozen; the rollout workers and a saved Hugging Face "
@@ -187,11 +187,12 @@ class LoraConfig:
     alpha: int = key("Numerator of the adapters' scale, alpha / rank.", unused=[NO_ADAPTERS], ge=1, le=MAX_INT32)
     target_modules: list[str] | None = key(
         "Last parts of the names of the linear layers that get an adapter, such as `q_proj`. null: all linear layers "
-        "except the output layer.",
+        "except the output layer. Routed experts have no adapters.",
         refused=[NO_ADAPTERS],
     )
     dropout: float = key(
-        "Dropout of the adapters' inputs in the training passes. The rollout workers generate without it.",
+        "Dropout of the adapters' inputs in the training passes. The rollout workers generate without it. Refused with "
+        "tensor parallelism.",
         refused=[NO_ADAPTERS],
         ge=0,
         lt=1,

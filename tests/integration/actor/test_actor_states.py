@@ -23,6 +23,7 @@ ONE_RANK = {
     ),
     "FSDP, bfloat16": ("tied", [FSDP, f"{FSDP_DTYPE}=bfloat16"]),
     "FSDP, float32": ("untied", [FSDP, f"{FSDP_DTYPE}=float32"]),
+    "Megatron, LoRA": ("tied", [f"{MEGATRON}.dtype=bfloat16", f"{ACTOR}.lora.rank=16"]),
     "FSDP, LoRA": ("untied", [FSDP, f"{FSDP_DTYPE}=bfloat16", f"{ACTOR}.lora.rank=16"]),
 }  # fmt: skip
 SEVERAL_RANKS = {
@@ -36,6 +37,13 @@ SEVERAL_RANKS = {
     ),
     "Megatron, 2 expert-parallel": (
         "experts", 2, [f"{MEGATRON}.dtype=bfloat16", f"{MEGATRON}.expert_model_parallel_size=2"]
+    ),
+    "Megatron, LoRA, 2 tensor x 2 stages": (
+        "experts", 4,
+        [
+            f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.pipeline_model_parallel_size=2",
+            f"{MEGATRON}.sequence_parallel=true", f"{ACTOR}.lora.rank=16",
+        ],
     ),
     "FSDP, 2 shards": ("untied", 2, [FSDP]),
     "FSDP, 2 copies": ("tied", 2, [FSDP, f"{ACTOR}.fsdp_config.fsdp_size=1"]),

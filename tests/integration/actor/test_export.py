@@ -26,10 +26,11 @@ FSDP = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype=bfloat16"]
 RUNS: dict[str, tuple[str, int, list[str]]] = {
     "megatron": ("llama", 2, [f"{MEGATRON}.tensor_model_parallel_size=2"]),
     "megatron, experts": ("qwen3_moe", 2, [f"{MEGATRON}.pipeline_model_parallel_size=2", f"{MEGATRON}.dtype=bfloat16"]),
+    "megatron, LoRA": ("qwen2", 2, [f"{MEGATRON}.pipeline_model_parallel_size=2", f"{ACTOR}.lora.rank=4"]),
     "fsdp": ("qwen2", 2, FSDP),
     "fsdp, LoRA": ("qwen2_untied", 2, [*FSDP, f"{ACTOR}.lora.rank=4"]),
 }
-SLOW = ("megatron", "megatron, experts", "fsdp")
+SLOW = ("megatron", "megatron, experts", "megatron, LoRA", "fsdp")
 
 
 def save_all(rank: int, world_size: int, port: int, config: Config, batch: list[Sample], folder: Path) -> None:
@@ -91,6 +92,17 @@ def test_folder_equals_the_one_of_the_run(
     assert {file.name for file in (tmp_path / "out").iterdir()} == names
     for file in names:
         assert (tmp_path / "out" / file).read_bytes() == (saved / file).read_bytes(), file
+
+
+@pytest.mark.slow
+def test_adapter_of_megatron_equals_the_one_of_the_run(
+    tmp_path: Path, pool: WorkerPool, folders: dict[str, Path]
+) -> None:
+    checkpoint = make_run("megatron, LoRA", tmp_path, folders, pool)
+    run = export(checkpoint, tmp_path / "adapter", "--adapter")
+    assert run.returncode == 0, run.stderr
+    for file in (checkpoint / "huggingface" / "adapter").iterdir():
+        assert (tmp_path / "adapter" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.slow

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -13,20 +11,18 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recipe_gkd.commands.gpu_smoke.reference import train_reference
 from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
-from tests._support.tiny_models import ACTOR, make_config, make_samples, started, update
+from tests._support.tiny_models import ACTOR, make_config, started, update
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import fsdp_save_jobs, jobs
+from tests.integration.actor.lora_reference import ADAPTERS, BATCHES, peft_training, targets_of
 from tests.integration.actor.reference import assert_metrics, assert_weights
 
 FSDP = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype=float32"]
 BFLOAT16 = f"{ACTOR}.fsdp_config.dtype=bfloat16"
-RANK, ALPHA = 4, 12
-LORA = [*FSDP, f"{ACTOR}.lora.rank={RANK}", f"{ACTOR}.lora.alpha={ALPHA}"]
-BATCHES = [make_samples(9, seed=seed) for seed in range(5)]
+LORA = [*FSDP, *ADAPTERS]
 SETTINGS: dict[str, tuple[str, int, list[str]]] = {
     "one process": ("qwen2", 1, []),
     "two shards, fused head, checkpointed": (
@@ -38,18 +34,6 @@ SETTINGS: dict[str, tuple[str, int, list[str]]] = {
 }  # fmt: skip
 
 
-@cache
-def peft_training(folder: Path, targets: str | tuple[str, ...]) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Return metrics and merged weights of a plain float64 training of transformers and peft on :data:`BATCHES`."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    names: Any = targets if isinstance(targets, str) else list(targets)
-    options = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names, task_type="CAUSAL_LM")
-    torch.manual_seed(make_config(folder).data.seed)
-    model = peft.get_peft_model(base, options).double()
-    metrics = train_reference(model, BATCHES)
-    return metrics, dict(model.merge_and_unload().state_dict())
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "two copies" in name else ()) for name in SETTINGS]
 )
@@ -58,7 +42,7 @@ def test_training_equals_peft(name: str, pool: WorkerPool, folders: dict[str, Pa
     kind, ranks, overrides = SETTINGS[name]
     config = make_config(folders[kind], *LORA, *overrides, ranks=ranks)
     targets = config.actor_rollout_ref.actor.lora.target_modules
-    want_metrics, want_weights = peft_training(folders[kind], "all-linear" if targets is None else tuple(targets))
+    want_metrics, want_weights = peft_training(folders[kind], targets_of(targets))
     results = pool.run(ranks, jobs.train_any, config, BATCHES)
     for result in results:
         assert_metrics(result.metrics, want_metrics, rel=1e-4)
@@ -73,7 +57,7 @@ def test_training_equals_peft(name: str, pool: WorkerPool, folders: dict[str, Pa
 
 def test_dropout_changes_gradient_of_first_update(pool: WorkerPool, folders: dict[str, Path]) -> None:
     """The loss is equal, because B is zero, but the gradient of B is that of other inputs."""
-    [want, *_], _ = peft_training(folders["qwen2"], "all-linear")
+    [want, *_], _ = peft_training(folders["qwen2"], None)
     config = make_config(folders["qwen2"], *LORA, f"{ACTOR}.lora.dropout=0.5")
     [got] = pool.run(1, jobs.train_any, config, BATCHES[:1])[0].metrics
     assert got["actor/kl_loss"] == pytest.approx(want["actor/kl_loss"], rel=1e-4)
@@ -84,7 +68,7 @@ def test_dropout_changes_gradient_of_first_update(pool: WorkerPool, folders: dic
 def test_training_on_gpu_equals_peft(pool: WorkerPool, folders: dict[str, Path]) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    want_metrics, want_weights = peft_training(folders["qwen2"], "all-linear")
+    want_metrics, want_weights = peft_training(folders["qwen2"], None)
     config = make_config(folders["qwen2"], *LORA, "trainer.device=cuda")
     [(metrics, weights)] = pool.run(1, jobs.train_on_device, config, BATCHES)
     assert_metrics(metrics, want_metrics, rel=1e-4)

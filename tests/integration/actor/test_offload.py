@@ -33,6 +33,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "megatron bfloat16, plain optimizer": (1, [BF16, PLAIN_OPTIMIZER]),
     "megatron float32, plain optimizer, 2 ranks": (2, [PLAIN_OPTIMIZER]),
     "megatron tensor 2": (2, [TP2, SP]),
+    "megatron LoRA, 2 ranks": (2, [BF16, LORA[-1]]),
     "fsdp 2 ranks": (2, FSDP),
     "fsdp bfloat16": (1, [FSDP[0]]),
     "fsdp LoRA": (1, LORA),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -15,8 +13,7 @@ from torch import Tensor
 
 from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
 from recipe_gkd.actor.fsdp.packing import RowStyle
-from recipe_gkd.actor.fsdp.peft_patches import unconverted_targets
-from recipe_gkd.commands.gpu_smoke.reference import sample_logits, train_reference
+from recipe_gkd.commands.gpu_smoke.reference import sample_logits
 from recipe_gkd.errors import ConfigError, ModelError
 from tests._support.errors import check_error, raises
 from tests._support.families import BY_TYPE, FAMILIES, Family, make_family_folder
@@ -24,14 +21,14 @@ from tests._support.repository import REPO
 from tests._support.tiny_models import ACTOR, make_config, make_samples, with_turns, without_empty
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor.jobs import start_with_error
+from tests.integration.actor.lora_reference import ADAPTERS, peft_training
 from tests.integration.actor.reference import assert_metrics, assert_weights, reference_training
 from tests.integration.families import jobs
 
 LR = 1e-3
 FSDP = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype=float32", f"{ACTOR}.optim.lr={LR}"]
 CHECKPOINTED = f"{ACTOR}.fsdp_config.gradient_checkpointing=true"
-RANK, ALPHA = 4, 12
-LORA = [*FSDP, f"{ACTOR}.lora.rank={RANK}", f"{ACTOR}.lora.alpha={ALPHA}"]
+LORA = [*FSDP, *ADAPTERS]
 BATCHES = [make_samples(9, seed=0), with_turns(make_samples(9, seed=1)), make_samples(9, seed=2)]
 LOGITS_TOLERANCE = 1e-4
 
@@ -109,7 +106,7 @@ def test_update_of_adapters_equals_peft(family: Family, pool: WorkerPool, tmp_pa
     folder, saved = make_family_folder(tmp_path / "model", family), tmp_path / "saved"
     config = make_config(folder, *LORA, ranks=2)
     (metrics, weights), _ = pool.run(2, jobs.update_and_save, config, BATCHES[0], saved)
-    want_metrics, want_weights = peft_update(folder, config.data.seed)
+    want_metrics, want_weights = peft_training(folder, None, 1, LR)
     assert_metrics([metrics], want_metrics, rel=1e-4)
     assert weights.keys() == want_weights.keys()
     assert_weights(weights, want_weights)
@@ -125,19 +122,6 @@ def test_refusal_of_adapters_names_the_key(family: Family, pool: WorkerPool, tmp
     folder = make_family_folder(tmp_path / "model", family)
     [error] = pool.run(1, start_with_error, make_config(folder, *LORA), 1)
     check_error(error, ConfigError, keys=(f"{ACTOR}.lora.target_modules",))
-
-
-def peft_update(folder: Path, seed: int) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Return metrics and merged weights of an update in float64, by transformers and peft."""
-    base, _ = load(folder, torch.float32)
-    options = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
-    torch.manual_seed(seed)
-    with unconverted_targets():
-        model = peft.get_peft_model(base, options).double()
-    metrics = train_reference(model, BATCHES[:1], lr=LR)
-    with tempfile.TemporaryDirectory() as path:
-        model.merge_and_unload().save_pretrained(path)
-        return metrics, load_file(Path(path) / "model.safetensors")
 
 
 @pytest.mark.parametrize("family", rows("fsdp", refused=True))

@@ -24,7 +24,9 @@ from tests._support.tiny_models import (
 )
 from tests._support.worker_pool import WorkerPool
 from tests.integration.actor import jobs, save_jobs
+from tests.integration.actor.lora_reference import ADAPTERS, peft_training
 from tests.integration.actor.reference import assert_metrics, assert_weights, reference_training
+from tests.integration.families import jobs as family_jobs
 
 LR = f"{ACTOR}.optim.lr={1e-3}"
 BATCHES = [make_samples(9, seed=0), with_turns(make_samples(9, seed=1)), make_samples(9, seed=2)]
@@ -40,6 +42,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 OTHERWISE_TESTED = {"qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral"}
 """Families whose layouts test_layouts.py and test_moe.py test by default."""
+JOINED = {"phi3", "glm4"}
+"""Families with layers that are several layers of Megatron, which cannot have an adapter."""
 KINDS = [row.model_type for row in BY_TYPE.values() if not row.megatron]
 WITH_EXPERTS = {kind for kind in KINDS if any("num_experts" in name for name in BY_TYPE[kind].config)}
 
@@ -113,3 +117,23 @@ def test_saved_folder_loads_and_checkpoint_resumes_on_another_layout(
     step, again, after = pool.run(2, save_jobs.resume_and_train, resumed, paths[0], BATCHES[1])[0]
     assert step == 1 and again["actor/kl_loss"] == pytest.approx(metrics["actor/kl_loss"], rel=1e-5)
     assert_weights(after, {name: tensor.double() for name, tensor in weights.items()})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "deepseek_v3" else pytest.mark.slow)
+        for kind in KINDS
+        if kind not in OTHERWISE_TESTED | JOINED
+    ],
+)
+def test_update_of_adapters_equals_peft(kind: str, pool: WorkerPool, folders: dict[str, Path], tmp_path: Path) -> None:
+    config = make_config(folders[kind], LR, TP2, SP, *ADAPTERS, ranks=2)
+    metrics, weights = pool.run(2, family_jobs.update_and_save, config, BATCHES[0], tmp_path / "saved")[0]
+    want_metrics, want_weights = peft_training(folders[kind], None, 1, 1e-3)
+    assert_metrics([metrics], want_metrics, rel=1e-4)
+    assert_weights(weights, want_weights)
+    stored = load_file(folders[kind] / "model.safetensors")
+    moved = {name for name, tensor in weights.items() if not torch.equal(tensor, stored[name])}
+    assert moved == {name for name, tensor in stored.items() if not torch.equal(want_weights[name], tensor.double())}
+    assert moved

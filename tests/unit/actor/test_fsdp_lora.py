@@ -171,7 +171,6 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("overrides", "key"),
         [
-            ([f"{LORA}.rank=8"], "rank"),
             ([FSDP, f"{LORA}.target_modules=[q_proj]"], "target_modules"),
             ([FSDP, f"{LORA}.dropout=0.1", f"{LORA}.rank=0"], "dropout"),
             ([FSDP, f"{LORA}.rank=8", f"{LORA}.target_modules=[]"], "target_modules"),

@@ -80,7 +80,6 @@ CONDITIONS: dict[tuple[str, str], tuple[str, ...]] = {
 # Overrides that the enabling override needs to be valid.
 COMPANIONS: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.megatron.tensor_model_parallel_size": ("trainer.n_gpus_per_node=2",),
-    f"{ACTOR}.lora.rank": (f"{ACTOR}.strategy=fsdp",),
     "gkd.use_rl_loss": (REWARD, f"{ROLLOUT}.n=4"),
     "trainer.test_freq": VALIDATION,
     HYBRID: (SYNC,),

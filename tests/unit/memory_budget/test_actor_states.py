@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from recipe_gkd.actor.megatron.lora_table import adapted_weights
 from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.memory_budget.actor_states import fsdp_states, megatron_states
@@ -13,6 +14,7 @@ from tests._support.base_config import base_config
 from tests._support.tiny_models import ACTOR, MEGATRON
 
 FSDP = f"{ACTOR}.strategy=fsdp"
+BF16, LORA = f"{MEGATRON}.dtype=bfloat16", f"{ACTOR}.lora.rank=4"
 DENSE = ModelDims(
     family="llama", layers=4, hidden=256, ffn=512, heads=4, kv_heads=2, head_dim=64, vocab_size=1024, max_positions=64,
     tied=False, qkv_bias=False, qk_norm=None, norm_eps=1e-6, ropes=(Rope(width=64, theta=1e4),),
@@ -70,6 +72,23 @@ class TestMegatronStates:
         experts = EXPERTS / 2
         assert found[0]["params"] == 2 * (dense + experts)
         assert found[0]["optimizer"] == 12 * (dense / 2 + experts / 2)
+
+    def test_adapters_are_the_only_trained_parameters(self) -> None:
+        """Factors of rank 4: A has the inputs of a layer, B its outputs. Each layer is divided on one side only."""
+        config = base_config("trainer.n_gpus_per_node=4", f"{MEGATRON}.tensor_model_parallel_size=2", BF16, LORA)
+        actor = config.actor_rollout_ref.actor
+        inputs_and_outputs = [(256, 256 / 2), (256, 128 / 2), (256, 128 / 2), (256 / 2, 256)]  # q, k, v, o
+        inputs_and_outputs += [(256, 512 / 2), (256, 512 / 2), (512 / 2, 256)]
+        adapters = 4 * 4 * sum(sum(sizes) for sizes in inputs_and_outputs)
+        base = (4 * LAYER + 2 * EMBEDDING) / 2 + 4 * NORMS + 256
+        found = megatron_states(DENSE, actor.megatron, 4, adapted_weights(DENSE, actor.lora))
+        assert found == [{"params": 2 * (base + adapters), "grads": 4 * adapters, "optimizer": 12 * adapters / 2}]
+
+    def test_experts_have_no_adapters(self) -> None:
+        config = base_config(LORA, f"{ACTOR}.lora.target_modules=[q_proj]")
+        actor = config.actor_rollout_ref.actor
+        [found] = megatron_states(MOE, actor.megatron, 1, adapted_weights(MOE, actor.lora))
+        assert found["grads"] == 4 * 4 * 4 * (256 + 256)
 
 
 class TestFsdpStates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recipe_gkd.actor.megatron.families.family import Part, WeightRule, WeightRules, ShardSpec
+from recipe_gkd.actor.megatron.families.family import Part, ShardSpec, WeightRule, WeightRules
 from recipe_gkd.actor.megatron.model_dims import LayerAttention, ModelDims, Rope
 from recipe_gkd.actor.student_dims import MoEConfig
 

@@ -16,7 +16,7 @@ from recipe_gkd.actor.megatron.families.blocks import (
     rope,
     shared_experts,
 )
-from recipe_gkd.actor.megatron.families.family import Family, Part, WeightRule, WeightRules, ShardSpec
+from recipe_gkd.actor.megatron.families.family import Family, Part, ShardSpec, WeightRule, WeightRules
 from recipe_gkd.actor.megatron.families.routing import expert_groups, sigmoid_problem, softmax_problem
 from recipe_gkd.actor.megatron.model_dims import LatentAttention, ModelDims
 

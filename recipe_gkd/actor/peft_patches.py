@@ -26,6 +26,16 @@ def unconverted_targets() -> Iterator[None]:
         yield
 
 
+def empty_model(folder: str) -> PreTrainedModel:
+    """Return the model of a folder without data."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return model
+
+
 def is_converted(config: Any, model: PreTrainedModel) -> bool:
     """Return True if peft would replace the target layers, so that ``from_pretrained`` cannot load the adapter."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
