@@ -50,6 +50,30 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Attributes:
+        q_rank: Width of the compressed queries; None if queries are not compressed.
+        kv_rank: Width of the compressed keys and values.
+        nope: Channels of a query or key without position.
+        rope: Channels of a query or key with position; the key's are shared by all heads.
+        value: Channels of a value.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+    @property
+    def query(self) -> int:
+        """Channels of a query or key."""
+        return self.nope + self.rope
+
+
+@dataclass(frozen=True, kw_only=True)
 class StudentDims:
     """Dimensions by which the driver checks the rollout engine and counts FLOPs.
 
@@ -65,6 +89,7 @@ class StudentDims:
         vocab_size: Rows of the output layer in the Hugging Face folder.
         max_positions: Maximum sequence length.
         moe: Mixture-of-experts part; None if all layers are dense.
+        latent: Multi-head latent attention, with which ``kv_heads`` and ``head_dim`` are 0; None for usual heads.
     """
 
     layers: int
@@ -76,10 +101,26 @@ class StudentDims:
     vocab_size: int
     max_positions: int
     moe: MoEConfig | None = None
+    latent: LatentAttention | None = None
+
+    def windows(self) -> list[int | None]:
+        """Return the number of last keys that a query attends to in each layer, its own included; None for all."""
+        return [None] * self.layers
 
     def n_cached_layers(self) -> int:
         """Return the number of layers that keep the keys and values of all tokens of a sequence."""
         return self.layers
+
+    def cached_numbers(self, tp_size: int = 1) -> int:
+        """Return how many numbers per token an engine's rank keeps in its KV cache; 0 if unknown or without growth.
+
+        Args:
+            tp_size: Tensor-parallel size of the engine. Latent keys and values are not divided.
+        """
+        if self.latent is not None:
+            return self.n_cached_layers() * (self.latent.kv_rank + self.latent.rope)
+        heads = max(1, self.kv_heads // tp_size) if self.kv_heads else 0
+        return 2 * self.n_cached_layers() * heads * self.head_dim
 
     def flops_problem(self, max_tokens: int) -> str | None:
         """Return why :mod:`recipe_gkd.metrics.flops` does not fit this model; None if it does.

@@ -9,6 +9,7 @@ everything that is computed twice to save memory: recomputed layers, and the log
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -44,28 +45,57 @@ def sample_cost(dims: StudentDims) -> Callable[[int, int], int]:
     Returns:
         Function of the numbers of input tokens and of response tokens.
     """
-    # Each token attends to itself and to all tokens before it. A pair of a query and a key has two products of length
-    # `head_dim` per head: its score, and its part of the weighted sum of the values.
-    of_token = sum(_layer_flops_per_token(dims, layer) for layer in range(dims.layers))
-    of_pair = dims.layers * 4 * dims.heads * dims.head_dim
+    of_token, of_pair = token_flops(dims), _pair_flops(dims)
     of_logits = 2 * dims.hidden * dims.vocab_size
+    windows = Counter(dims.windows())
 
     def cost(n_tokens: int, n_response_tokens: int) -> int:
-        return n_tokens * of_token + n_tokens * (n_tokens + 1) // 2 * of_pair + n_response_tokens * of_logits
+        n_pairs = sum(n_layers * _n_pairs(n_tokens, window) for window, n_layers in windows.items())
+        return n_tokens * of_token + n_pairs * of_pair + n_response_tokens * of_logits
 
     return cost
 
 
+def token_flops(dims: StudentDims) -> int:
+    """Return the FLOPs of the linear layers of all transformer layers for one token."""
+    return sum(_layer_flops_per_token(dims, layer) for layer in range(dims.layers))
+
+
+def _n_pairs(n_tokens: int, window: int | None) -> int:
+    """Return the number of pairs of a query and a key: each token attends to itself and to the tokens before it."""
+    n_without_window = n_tokens * (n_tokens + 1) // 2
+    n_far = max(0, n_tokens - window) if window is not None else 0
+    return n_without_window - n_far * (n_far + 1) // 2
+
+
+def _pair_flops(dims: StudentDims) -> int:
+    """Return the FLOPs of a pair in one layer: its score, and its part of the weighted sum of the values."""
+    if (latent := dims.latent) is not None:
+        return 2 * dims.heads * (latent.query + latent.value)
+    return 4 * dims.heads * dims.head_dim
+
+
+def _projection_flops(dims: StudentDims) -> int:
+    """Return the FLOPs of the projections of queries, keys, values and outputs for one token in one layer."""
+    if (latent := dims.latent) is None:
+        qkv_columns = (dims.heads + 2 * dims.kv_heads) * dims.head_dim
+        return 2 * dims.hidden * (qkv_columns + dims.heads * dims.head_dim)
+    queries, inputs = dims.heads * latent.query, latent.q_rank or dims.hidden
+    n_weights = inputs * queries + (dims.hidden * latent.q_rank if latent.q_rank else 0)
+    n_weights += dims.hidden * (latent.kv_rank + latent.rope)
+    n_weights += latent.kv_rank * dims.heads * (latent.nope + latent.value)
+    n_weights += dims.heads * latent.value * dims.hidden
+    return 2 * n_weights
+
+
 def _layer_flops_per_token(dims: StudentDims, layer: int) -> int:
     """Return the FLOPs of the linear layers of one transformer layer for one token."""
-    qkv_columns = (dims.heads + 2 * dims.kv_heads) * dims.head_dim
-    projections = 2 * dims.hidden * (qkv_columns + dims.heads * dims.head_dim)
-    moe = dims.moe
+    projections, moe = _projection_flops(dims), dims.moe
     if moe is None or not moe.layers[layer]:
         return projections + _gated_mlp_flops(dims.hidden, dims.ffn)
     feed_forward = 2 * dims.hidden * moe.experts + moe.top_k * _gated_mlp_flops(dims.hidden, moe.ffn)  # router, experts
     if moe.shared_ffn is not None:
-        feed_forward += _gated_mlp_flops(dims.hidden, moe.shared_ffn) + 2 * dims.hidden  # with its gate
+        feed_forward += _gated_mlp_flops(dims.hidden, moe.shared_ffn) + 2 * dims.hidden * moe.shared_gate
     return projections + feed_forward
 
 

@@ -95,9 +95,7 @@ def _check_cache(dims: StudentDims, config: Config) -> None:
     if rollout.kv_cache_memory_megabytes is None:
         return
     n_bytes = 4 if rollout.dtype == "float32" else 2
-    heads = max(1, dims.kv_heads // rollout.tensor_model_parallel_size)
-    per_token = 2 * dims.n_cached_layers() * heads * dims.head_dim * n_bytes
-    needed = engine_length(config) * per_token
+    needed = engine_length(config) * dims.cached_numbers(rollout.tensor_model_parallel_size) * n_bytes
     if needed > rollout.kv_cache_memory_megabytes << 20:
         raise ConfigError(
             f"{ROLLOUT}.kv_cache_memory_megabytes={rollout.kv_cache_memory_megabytes} does not hold one sequence of "

@@ -50,30 +50,6 @@ class LayerAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention:
-    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1).
-
-    Attributes:
-        q_rank: Width of the compressed queries; None if queries are not compressed.
-        kv_rank: Width of the compressed keys and values.
-        nope: Channels of a query or key without position.
-        rope: Channels of a query or key with position; the key's are shared by all heads.
-        value: Channels of a value.
-    """
-
-    q_rank: int | None
-    kv_rank: int
-    nope: int
-    rope: int
-    value: int
-
-    @property
-    def query(self) -> int:
-        """Channels of a query or key."""
-        return self.nope + self.rope
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelDims(StudentDims):
     """Dimensions needed to build a model and to convert its weights, in addition to :class:`StudentDims`.
 
@@ -86,7 +62,6 @@ class ModelDims(StudentDims):
         qkv_bias: If true, the query, key and value projections have biases.
         qk_norm: ``head`` if queries and keys are normalized per head, ``all_heads`` if all heads together.
         softmax_scale: Factor of the attention scores; None for 1 / sqrt(width of a query).
-        latent: Multi-head latent attention, with which ``kv_heads`` and ``head_dim`` are 0; None for usual heads.
         norms: Norms of a layer: ``before`` attention and feed-forward block, ``after`` them, or ``both``.
         norm_offset: If true, a norm multiplies by 1 + weight.
         activation: Activation of the gated feed-forward blocks.
@@ -101,7 +76,6 @@ class ModelDims(StudentDims):
     qkv_bias: bool = False
     qk_norm: Literal["head", "all_heads"] | None = None
     softmax_scale: float | None = None
-    latent: LatentAttention | None = None
     norms: Literal["before", "after", "both"] = "before"
     norm_offset: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -142,10 +116,10 @@ class ModelDims(StudentDims):
         multiple = VOCAB_MULTIPLE if VOCAB_MULTIPLE % tp_size == 0 else VOCAB_MULTIPLE * tp_size
         return -(-self.vocab_size // multiple) * multiple
 
-    def flops_problem(self, max_tokens: int) -> str | None:
-        """Return why :mod:`recipe_gkd.metrics.flops` does not fit this model; None if it does."""
-        if self.latent is not None:
-            return "multi-head latent attention is not counted"
-        if any(layer.window is not None and layer.window < max_tokens for layer in self.attention):
-            return "layers with a sliding window are not counted"
-        return None
+    def windows(self) -> list[int | None]:
+        """Return the number of last keys that a query attends to in each layer, its own included; None for all."""
+        return [self.attention_of(layer).window for layer in range(self.layers)]
+
+    def n_cached_layers(self) -> int:
+        """Return the number of layers that keep the keys and values of all tokens of a sequence."""
+        return self.windows().count(None)

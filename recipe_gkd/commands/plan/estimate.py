@@ -98,7 +98,8 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
     phases: dict[str, PhaseMemory] = {phase.phase: phase for phase in by_phase}
     pools = _pools(config, device, actor, batch, phases)
     cache = phases["generate"].parts[_KV_CACHE]
-    cached_tokens = int(cache / _cache_bytes_per_token(config, dims)) if dims.kv_heads else 0
+    per_token = _cache_bytes_per_token(config, dims)
+    cached_tokens = int(cache / per_token) if per_token else 0
     excesses = [] if device_memory is None else list(_excesses(config, pools, device_memory, cache, dims))
     n_responses = data.train_batch_size * settings.rollout.n * max_sequences(config)
     longest = data.max_prompt_length + data.max_response_length
@@ -171,10 +172,7 @@ def _update_parts(config: Config, device: str, actor: ActorMemory, batch: MicroB
 
 def _cache_bytes_per_token(config: Config, dims: StudentDims) -> float:
     rollout = config.actor_rollout_ref.rollout
-    item = ITEM_BYTES.get(rollout.dtype, 2)
-    return (
-        2 * dims.n_cached_layers() * max(1, dims.kv_heads // rollout.tensor_model_parallel_size) * dims.head_dim * item
-    )
+    return dims.cached_numbers(rollout.tensor_model_parallel_size) * ITEM_BYTES.get(rollout.dtype, 2)
 
 
 def _excesses(
@@ -188,7 +186,7 @@ def _excesses(
                 pool.total - memory,
             )
     needed = engine_length(config) * _cache_bytes_per_token(config, dims)
-    if dims.kv_heads and cache < needed:
+    if cache < needed:
         yield (
             f"the KV cache of {cache / GIB:.2f} GiB does not hold one sequence of {engine_length(config)} tokens, "
             f"which takes {needed / GIB:.2f} GiB",

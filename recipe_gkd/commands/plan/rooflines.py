@@ -21,7 +21,7 @@ from recipe_gkd.commands.plan.assumptions import (
     TRAINING_FRACTION,
 )
 from recipe_gkd.metrics.device_peaks import memory_tb_per_s, peak_tflops
-from recipe_gkd.metrics.flops import forward_flops, sample_cost
+from recipe_gkd.metrics.flops import forward_flops, sample_cost, token_flops
 
 _FLOAT32 = 4
 
@@ -153,8 +153,7 @@ def weight_bytes(dims: StudentDims, item: int, batch: int) -> float:
         batch: Number of tokens in the step.
     """
     # A product with a matrix of n weights has 2 n FLOPs per token.
-    of_token = sample_cost(dims)(1, 0) - dims.layers * 4 * dims.heads * dims.head_dim
-    n_weights: float = of_token / 2 + dims.hidden * dims.vocab_size
+    n_weights: float = token_flops(dims) / 2 + dims.hidden * dims.vocab_size
     if dims.moe is not None:
         moe = dims.moe
         n_used = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** batch)
@@ -164,7 +163,7 @@ def weight_bytes(dims: StudentDims, item: int, batch: int) -> float:
 
 def cache_bytes(dims: StudentDims, item: int) -> int:
     """Return the bytes of the keys and values of one token in all layers."""
-    return 2 * dims.n_cached_layers() * dims.kv_heads * dims.head_dim * item
+    return dims.cached_numbers() * item
 
 
 def scoring_seconds(workload: Workload, dims: StudentDims, device: DeviceRates, n_gpus: int) -> tuple[float, float]:

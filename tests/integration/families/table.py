@@ -9,8 +9,9 @@ PAGE = REPO / "docs" / "models.md"
 BEGIN, END = "<!-- table of families: begin -->", "<!-- table of families: end -->"
 COLUMNS = {
     "Megatron": "megatron",
+    "its LoRA": "megatron_lora",
     "FSDP": "fsdp",
-    "LoRA (FSDP)": "lora",
+    "LoRA of FSDP": "lora",
     "vLLM rollout": "rollout",
     "teacher service": "teacher",
 }

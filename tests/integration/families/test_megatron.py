@@ -42,8 +42,6 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 OTHERWISE_TESTED = {"qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral"}
 """Families whose layouts test_layouts.py and test_moe.py test by default."""
-JOINED = {"phi3", "glm4"}
-"""Families with layers that are several layers of Megatron, which cannot have an adapter."""
 KINDS = [row.model_type for row in BY_TYPE.values() if not row.megatron]
 WITH_EXPERTS = {kind for kind in KINDS if any("num_experts" in name for name in BY_TYPE[kind].config)}
 
@@ -124,7 +122,7 @@ def test_saved_folder_loads_and_checkpoint_resumes_on_another_layout(
     [
         pytest.param(kind, marks=() if kind == "deepseek_v3" else pytest.mark.slow)
         for kind in KINDS
-        if kind not in OTHERWISE_TESTED | JOINED
+        if kind not in OTHERWISE_TESTED and not BY_TYPE[kind].megatron_lora
     ],
 )
 def test_update_of_adapters_equals_peft(kind: str, pool: WorkerPool, folders: dict[str, Path], tmp_path: Path) -> None:

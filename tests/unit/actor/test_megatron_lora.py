@@ -32,7 +32,7 @@ from tests._support.families import BY_TYPE, make_family_folder
 from tests._support.tiny_models import ACTOR, MEGATRON, make_folder
 
 KINDS = ("qwen2", "qwen3", "llama", "qwen3_moe", "qwen2_moe", "mixtral")
-JOINED = {"phi3", "glm4"}
+JOINED = {kind for kind in FAMILIES if BY_TYPE[kind].joined}
 LORA = f"{ACTOR}.lora"
 RANK = 3
 

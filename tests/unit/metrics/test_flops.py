@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
-from recipe_gkd.actor.student_dims import MoEConfig
+from recipe_gkd.actor.megatron.model_dims import LayerAttention, ModelDims, Rope
+from recipe_gkd.actor.student_dims import LatentAttention, MoEConfig
 from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.metrics.device_peaks import peak_tflops
 from recipe_gkd.metrics.flops import forward_flops, update_flops
@@ -59,6 +59,21 @@ class TestUpdateFlops:
         assert forward_flops(DENSE, [3, 2], 0) == forward_flops(DENSE, [3], 0) + forward_flops(DENSE, [2], 0)
         # One sequence of 5 has 15 pairs instead of 9.
         assert forward_flops(DENSE, [5], 0) - forward_flops(DENSE, [3, 2], 0) == 2 * 4 * 4 * 3 * (15 - 9)
+
+    def test_flops_of_windows_count_pairs_within_them(self) -> None:
+        """Of a sequence of 5 with a window of 2, the pairs are 1 + 2 + 2 + 2 + 2 = 9 instead of 15."""
+        dims = dataclasses.replace(DENSE, attention=(LayerAttention(window=2), LayerAttention()))
+        assert forward_flops(DENSE, [5], 0) - forward_flops(dims, [5], 0) == 4 * 4 * 3 * (15 - 9)
+        assert forward_flops(dims, [2, 1], 0) == forward_flops(DENSE, [2, 1], 0)
+
+    @pytest.mark.parametrize("q_rank", [None, 5])
+    def test_flops_of_latent_attention_equal_those_of_its_matrices(self, q_rank: int | None) -> None:
+        latent = LatentAttention(q_rank=q_rank, kv_rank=6, nope=2, rope=1, value=4)
+        dims = dataclasses.replace(DENSE, kv_heads=0, head_dim=0, latent=latent)
+        queries = 8 * 12 if q_rank is None else 8 * 5 + 5 * 12
+        weights = queries + 8 * (6 + 1) + 6 * 4 * (2 + 4) + 4 * 4 * 8 + 3 * 8 * 20
+        pair = 2 * 4 * (3 + 4)
+        assert forward_flops(dims, [2], 0) == 2 * (2 * 2 * weights + 3 * pair)
 
     def test_flops_without_sequences_are_zero(self) -> None:
         assert update_flops(DENSE, [], 0) == 0

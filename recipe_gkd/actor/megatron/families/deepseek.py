@@ -18,7 +18,8 @@ from recipe_gkd.actor.megatron.families.blocks import (
 )
 from recipe_gkd.actor.megatron.families.family import Family, Part, ShardSpec, WeightRule, WeightRules
 from recipe_gkd.actor.megatron.families.routing import expert_groups, sigmoid_problem, softmax_problem
-from recipe_gkd.actor.megatron.model_dims import LatentAttention, ModelDims
+from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.student_dims import LatentAttention
 
 INPUT_NORM = replicated("input_layernorm.weight", "input_layernorm.weight", "hidden")
 
