@@ -7,6 +7,7 @@ starts a worker.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -151,6 +152,30 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _unreadable(file, TypeError(f"got a {type(content).__name__} instead of an object"))
     return content
+
+
+def check_not_quantized(content: Mapping[str, Any], path: str | Path) -> None:
+    """Check that the weights of a model folder are numbers of 16 or 32 bits.
+
+    Args:
+        content: Content of ``config.json``.
+        path: Model folder.
+
+    Raises:
+        ModelError: They are quantized.
+    """
+    parts = [content, *(part for part in content.values() if isinstance(part, dict))]
+    for part in parts:
+        for name in ("quantization_config", "compression_config"):
+            if not (found := part.get(name)):
+                continue
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise ModelError(
+                f"{path} has quantized weights (quant_method={method} in config.json), which cannot be trained",
+                remedy="use the model's folder with bfloat16 or float32 weights",
+                path=Path(path),
+                names=(name,),
+            )
 
 
 def load_hf_config(path: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:

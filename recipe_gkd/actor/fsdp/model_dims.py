@@ -5,12 +5,11 @@ This module imports transformers only when it reads a folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from recipe_gkd.actor.student_dims import StudentDims, load_hf_config, read_config_json
+from recipe_gkd.actor.student_dims import StudentDims, check_not_quantized, load_hf_config, read_config_json
 from recipe_gkd.config.limits import MAX_INT32
 from recipe_gkd.errors import ModelError
 
@@ -69,7 +68,7 @@ def read_causal_lm_dims(path: str | Path, *, trust_remote_code: bool = False) ->
         ModelError: The folder has no readable ``config.json``, or this backend does not support the model.
     """
     content = read_config_json(path)
-    _check_not_quantized(content, path)
+    check_not_quantized(content, path)
     hf = load_hf_config(path, trust_remote_code=trust_remote_code)
     _check_is_causal_lm(hf, path, trust_remote_code=trust_remote_code)
     text = hf.get_text_config(decoder=True)
@@ -98,21 +97,6 @@ def read_causal_lm_dims(path: str | Path, *, trust_remote_code: bool = False) ->
         cached_layers=_n_cached_layers(text),
         window=_window(text),
     )
-
-
-def _check_not_quantized(content: Mapping[str, Any], path: str | Path) -> None:
-    parts = [content, *(part for part in content.values() if isinstance(part, dict))]
-    for part in parts:
-        for name in ("quantization_config", "compression_config"):
-            if not (found := part.get(name)):
-                continue
-            method = found.get("quant_method") if isinstance(found, dict) else found
-            raise ModelError(
-                f"{path} has quantized weights (quant_method={method} in config.json), which cannot be trained",
-                remedy="use the model's folder with bfloat16 or float32 weights",
-                path=Path(path),
-                names=(name,),
-            )
 
 
 def _check_is_causal_lm(hf: PretrainedConfig, path: str | Path, *, trust_remote_code: bool) -> None:

@@ -39,6 +39,7 @@ class TestReadModelDims:
             ({"model_type": "unknown"}, "model_type"),
             ({"hidden_act": "gelu"}, "hidden_act"),
             ({"use_sliding_window": True}, "use_sliding_window"),
+            ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
             ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_parameters"),
             (
                 {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0, "new": 1}},

@@ -11,7 +11,7 @@ from recipe_gkd.actor.megatron.families import FAMILIES
 from recipe_gkd.actor.megatron.families.blocks import rope
 from recipe_gkd.actor.megatron.families.family import Family
 from recipe_gkd.actor.megatron.model_dims import ModelDims
-from recipe_gkd.actor.student_dims import load_hf_config, read_config_json
+from recipe_gkd.actor.student_dims import check_not_quantized, load_hf_config, read_config_json
 from recipe_gkd.errors import ModelError
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def read_model_dims(path: str | Path, *, trust_remote_code: bool = False) -> Mod
     Raises:
         ModelError: The folder has no readable ``config.json``, or the model is not supported.
     """
-    model_type = read_config_json(path).get("model_type")
+    content = read_config_json(path)
+    model_type = content.get("model_type")
     # The family is compared first, because transformers raises an error for a type that it does not support.
     family = FAMILIES.get(str(model_type))
     if family is None:
@@ -70,6 +71,7 @@ def read_model_dims(path: str | Path, *, trust_remote_code: bool = False) -> Mod
             path=Path(path),
             names=("model_type",),
         )
+    check_not_quantized(content, path)
     hf = load_hf_config(path, trust_remote_code=trust_remote_code)
     recorded = RecordedConfig(hf)
     try:
