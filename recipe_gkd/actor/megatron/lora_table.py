@@ -69,7 +69,7 @@ def _is_linear(weight: Weight) -> bool:
 
 
 def _check_not_joined(weight: Weight, layers: list[str]) -> None:
-    """Check that each part of a weight is a layer of its own, as the factors of an adapter are divided."""
+    """Check that each part of a weight is a separate layer, as the factors of an adapter are divided."""
     if len(weight.parts) > len(weight.hf):
         name = layers[0].rpartition(".")[2]
         raise ConfigError(

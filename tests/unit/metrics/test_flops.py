@@ -61,7 +61,7 @@ class TestUpdateFlops:
         assert forward_flops(DENSE, [5], 0) - forward_flops(DENSE, [3, 2], 0) == 2 * 4 * 4 * 3 * (15 - 9)
 
     def test_flops_of_windows_count_pairs_within_them(self) -> None:
-        """Of a sequence of 5 with a window of 2, the pairs are 1 + 2 + 2 + 2 + 2 = 9 instead of 15."""
+        # A sequence of 5 with a window of 2 has 1 + 2 + 2 + 2 + 2 = 9 pairs instead of 15.
         dims = dataclasses.replace(DENSE, attention=(LayerAttention(window=2), LayerAttention()))
         assert forward_flops(DENSE, [5], 0) - forward_flops(dims, [5], 0) == 4 * 4 * 3 * (15 - 9)
         assert forward_flops(dims, [2, 1], 0) == forward_flops(DENSE, [2, 1], 0)
