@@ -330,5 +330,4 @@ class _ClusterStart:
 def _sample_cost(config: Config) -> Cost:
     """Return the cost of a sample: its FLOPs, or its number of tokens if they are unknown."""
     dims = read_student_dims(config.actor_rollout_ref.model.path, config)
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    return token_cost if dims.flops_problem(longest) else sample_cost(dims)
+    return token_cost if dims.flops_problem() else sample_cost(dims)

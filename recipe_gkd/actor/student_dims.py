@@ -123,12 +123,8 @@ class StudentDims:
         heads = max(1, self.kv_heads // tp_size) if self.kv_heads else 0
         return 2 * self.n_cached_layers() * heads * self.head_dim
 
-    def flops_problem(self, max_tokens: int) -> str | None:
-        """Return why :mod:`recipe_gkd.metrics.flops` does not fit this model; None if it does.
-
-        Args:
-            max_tokens: Length of the longest sequence of the run.
-        """
+    def flops_problem(self) -> str | None:
+        """Return why :mod:`recipe_gkd.metrics.flops` does not fit this model; None if it does."""
         return None
 
 

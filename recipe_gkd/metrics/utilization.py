@@ -50,7 +50,7 @@ class ActorUtilization:
             log.info("perf/mfu/actor is left out: its FLOPs include weight gradients, which frozen weights do not have")
             return None
         dims = read_student_dims(config.actor_rollout_ref.model.path, config)
-        if problem := dims.flops_problem(config.data.max_prompt_length + config.data.max_response_length):
+        if problem := dims.flops_problem():
             log.info("perf/mfu/actor is left out: %s", problem)
             return None
         return cls(dims, sum(peaks[name] or 0.0 for name in device_names))

@@ -48,12 +48,16 @@ class CausalLMDims(StudentDims):
         """Return the number of layers that keep the keys and values of all tokens of a sequence."""
         return self.cached_layers
 
-    def flops_problem(self, max_tokens: int) -> str | None:
+    def windows(self) -> list[int | None]:
+        """Return the window of each layer, those without one first."""
+        if not self.window:
+            return super().windows()
+        return [None] * self.cached_layers + [self.window] * (self.layers - self.cached_layers)
+
+    def flops_problem(self) -> str | None:
         """Return why :mod:`recipe_gkd.metrics.flops` does not fit this model; None if it does."""
         if self.family not in GATED_FAMILIES or not all((self.heads, self.kv_heads, self.head_dim, self.ffn)):
             return f"the FLOPs of a {self.family!r} model are unknown"
-        if 0 < self.window < max_tokens:
-            return f"layers with a sliding window of {self.window} tokens are not counted"
         return None
 
 

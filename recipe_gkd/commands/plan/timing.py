@@ -129,7 +129,7 @@ def estimate_timing(
     settings = config.actor_rollout_ref
     dims = read_student_dims(settings.model.path, config)
     for model in [dims] if teacher is None else [dims, teacher.dims]:
-        ensure_flops_known(model, config)
+        ensure_flops_known(model)
     device, counts, workload = (
         device_rates(name, settings.actor.dtype),
         ResponseCounts.of(config),
@@ -227,9 +227,9 @@ def mean_workload(config: Config) -> Workload:
     )
 
 
-def ensure_flops_known(dims: StudentDims, config: Config) -> None:
+def ensure_flops_known(dims: StudentDims) -> None:
     """Raise ModelError if the FLOPs of a model are unknown."""
-    if problem := dims.flops_problem(config.data.max_prompt_length + config.data.max_response_length):
+    if problem := dims.flops_problem():
         raise ModelError(f"--timing cannot predict this model: {problem}", remedy="leave --timing out")
 
 

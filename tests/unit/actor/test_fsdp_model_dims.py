@@ -14,6 +14,7 @@ from recipe_gkd.actor.fsdp.model_dims import GATED_FAMILIES, CausalLMDims, read_
 from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.config.limits import MAX_INT32
 from recipe_gkd.errors import ConfigError, ModelError
+from recipe_gkd.metrics.flops import forward_flops
 from recipe_gkd.preflight import read_student
 from recipe_gkd.rollout.limits import check_engine_fits
 from teacher.common.weight_files import INDEX_NAME
@@ -163,13 +164,20 @@ class TestFlopsProblem:
         n_products = sum(layer.weight.numel() for layer in linear)
         assert sum(_layer_flops_per_token(found, layer) for layer in range(2)) == 2 * n_products
         assert head.weight.shape == (found.vocab_size, found.hidden)
-        assert found.flops_problem(1) is None
+        assert found.flops_problem() is None
 
     def test_other_layers_are_named(self, tmp_path: Path) -> None:
-        assert read_causal_lm_dims(write(tmp_path, GPT2)).flops_problem(1) == "the FLOPs of a 'gpt2' model are unknown"
-        mistral = read_causal_lm_dims(write(tmp_path, family("mistral", sliding_window=16)))
-        assert mistral.flops_problem(16) is None
-        assert mistral.flops_problem(17) == "layers with a sliding window of 16 tokens are not counted"
+        assert read_causal_lm_dims(write(tmp_path, GPT2)).flops_problem() == "the FLOPs of a 'gpt2' model are unknown"
+
+    def test_pairs_outside_of_windows_are_not_counted(self, tmp_path: Path) -> None:
+        """Of 17 tokens, only the last one is too far from the first for a window of 16."""
+        whole, windowed = (
+            read_causal_lm_dims(write(tmp_path, family("mistral", sliding_window=window))) for window in (None, 16)
+        )
+        assert forward_flops(whole, [16], 0) == forward_flops(windowed, [16], 0)
+        of_pair = 4 * whole.heads * whole.head_dim
+        assert forward_flops(whole, [17], 0) - forward_flops(windowed, [17], 0) == whole.layers * of_pair
+        assert windowed.flops_problem() is None
 
 
 class TestDriver:
