@@ -60,7 +60,7 @@ def write_adapter(source: Source, out: Path) -> None:
         out: Folder to create, or an empty one.
 
     Raises:
-        CheckpointError: The checkpoint has no adapters, or see :func:`write_model`.
+        CheckpointError: The checkpoint has no adapters, peft cannot load them, or see :func:`write_model`.
     """
     if not source.config.actor_rollout_ref.actor.lora.rank:
         raise CheckpointError(
@@ -70,6 +70,13 @@ def write_adapter(source: Source, out: Path) -> None:
         )
     with loaded(source) as backend:
         files = {name.removeprefix(ADAPTER): content for name, content in backend.extra_files().items()}
+    if not files:
+        raise CheckpointError(
+            f"--adapter: peft would load the adapters of {source.checkpoint} onto other layers, because it takes names "
+            "of dense layers of this mixture of experts for names of experts",
+            remedy="export the complete weights without --adapter",
+            path=source.checkpoint,
+        )
     partial = out.with_name(out.name + ".partial")
     _run_at(out)(lambda: _write_files(partial, out, files), None)
 

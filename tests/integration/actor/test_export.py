@@ -29,8 +29,10 @@ RUNS: dict[str, tuple[str, int, list[str]]] = {
     "megatron, LoRA": ("qwen2", 2, [f"{MEGATRON}.pipeline_model_parallel_size=2", f"{ACTOR}.lora.rank=4"]),
     "fsdp": ("qwen2", 2, FSDP),
     "fsdp, LoRA": ("qwen2_untied", 2, [*FSDP, f"{ACTOR}.lora.rank=4"]),
+    "megatron, LoRA, experts": ("qwen3_moe", 1, [f"{ACTOR}.lora.rank=4"]),
+    "fsdp, LoRA, experts": ("qwen3_moe", 1, [FSDP[0], f"{ACTOR}.fsdp_config.dtype=float32", f"{ACTOR}.lora.rank=4"]),
 }
-SLOW = ("megatron", "megatron, experts", "megatron, LoRA", "fsdp")
+SLOW = RUNS.keys() - {"fsdp, LoRA"}
 
 
 def save_all(rank: int, world_size: int, port: int, config: Config, batch: list[Sample], folder: Path) -> None:
@@ -103,6 +105,19 @@ def test_adapter_of_megatron_equals_the_one_of_the_run(
     assert run.returncode == 0, run.stderr
     for file in (checkpoint / "huggingface" / "adapter").iterdir():
         assert (tmp_path / "adapter" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_adapter_that_peft_cannot_load_is_refused(
+    backend: str, tmp_path: Path, pool: WorkerPool, folders: dict[str, Path]
+) -> None:
+    """Peft takes the names of the dense layer of this mixture of experts for names of experts."""
+    checkpoint = make_run(f"{backend}, LoRA, experts", tmp_path, folders, pool)
+    assert not (checkpoint / "huggingface" / "adapter").exists()
+    run = export(checkpoint, tmp_path / "adapter", "--adapter")
+    assert run.returncode == 1 and "onto other layers" in run.stderr and "Traceback" not in run.stderr
+    assert not (tmp_path / "adapter").exists()
 
 
 @pytest.mark.slow
