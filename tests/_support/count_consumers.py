@@ -18,6 +18,7 @@ from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
 from recipe_gkd.actor.profile import profiled
+from recipe_gkd.actor.student_dims import StudentDims
 from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.save_failures import FailedSave, SaveFailures
 from recipe_gkd.checkpoints.store import remove_old
@@ -155,7 +156,9 @@ def check_count_limit(config: Config, name: str) -> None:
         case "max_actor_ckpt_to_keep":
             assert remove_old(Path("no checkpoints"), newest=1, keep=limit) == []
         case "device_peak_tflops":
-            dims: Any = SimpleNamespace(layers=0, heads=1, head_dim=1, hidden=1, vocab_size=1)
+            dims: Any = StudentDims(
+                layers=0, hidden=1, ffn=1, heads=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=1
+            )
             assert ActorUtilization(dims, limit).metrics([], 1.0) == {"perf/mfu/actor": 0.0}
         case "metrics_port":
             check_metrics_port(limit)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import Qwen2Config
 
 from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
 from recipe_gkd.config import limits
@@ -149,7 +150,7 @@ def test_build_engine_passes_options_to_vllm(
     def build(arguments: Any) -> None:
         raise Built(arguments)
 
-    (tmp_path / "config.json").write_text("{}")
+    Qwen2Config(architectures=["Qwen2ForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
     monkeypatch.setattr(vllm_compat, "check_platform", lambda _: None)
     monkeypatch.setattr(vllm_compat, "keep_files_in", lambda _: None)
     monkeypatch.setattr(vllm_compat.LLMEngine, "from_engine_args", build)

@@ -24,8 +24,9 @@ BRAIN, SINGLE = torch.bfloat16, torch.float32
 TE_FUSED, VARLEN, SDPA_BLOCKS = AttentionKernel.TE_FUSED, AttentionKernel.VARLEN, AttentionKernel.SDPA_BLOCKS
 GPUS = {"V100": (7, 0), "A100": (8, 0), "L40S": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
 CONFIG: Any = SimpleNamespace(
-    transformer_impl="local", use_cpu_initialization=True, params_dtype=SINGLE, kv_channels=16
-)
+    transformer_impl="local", use_cpu_initialization=True, params_dtype=SINGLE, kv_channels=16, softmax_scale=None,
+    window_size=None, window_attn_skip_freq=None,
+)  # fmt: skip
 
 
 class TestChoice:
@@ -117,7 +118,7 @@ class TestPackedRow:
         for name, value in (("attend_varlen", 1.0), ("attend_in_blocks", 2.0)):
             monkeypatch.setattr(packed_row, name, lambda q, *_, value=value: torch.full_like(q, value))
         row = PackedSequences.of(make_row("cpu"))
-        output = PackedAttention(CONFIG)(*heads(2, SINGLE, "cpu"), None, packed_seq_params=row)
+        output = PackedAttention(CONFIG, 1)(*heads(2, SINGLE, "cpu"), None, packed_seq_params=row)
         assert output.shape == (sum(LENGTHS), 64)
         assert (output == (1.0 if kernel is VARLEN else 2.0)).all()
 
