@@ -96,11 +96,7 @@ def test_training_on_layout_equals_transformers_and_exports_the_folder(
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=() if kind in ("gemma3_text", "deepseek_v3") else pytest.mark.slow)
-        for kind in KINDS
-        if kind not in OTHERWISE_TESTED
-    ],
+    [pytest.param(kind, marks=() if kind in ("gemma3_text", "deepseek_v3") else pytest.mark.slow) for kind in KINDS],
 )
 def test_saved_folder_loads_and_checkpoint_resumes_on_another_layout(
     kind: str, pool: WorkerPool, folders: dict[str, Path], tmp_path: Path
@@ -122,7 +118,7 @@ def test_saved_folder_loads_and_checkpoint_resumes_on_another_layout(
     [
         pytest.param(kind, marks=() if kind == "deepseek_v3" else pytest.mark.slow)
         for kind in KINDS
-        if kind not in OTHERWISE_TESTED and not BY_TYPE[kind].megatron_lora
+        if not BY_TYPE[kind].megatron_lora
     ],
 )
 def test_update_of_adapters_equals_peft(kind: str, pool: WorkerPool, folders: dict[str, Path], tmp_path: Path) -> None:

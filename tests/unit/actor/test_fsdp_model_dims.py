@@ -170,7 +170,7 @@ class TestFlopsProblem:
         assert read_causal_lm_dims(write(tmp_path, GPT2)).flops_problem() == "the FLOPs of a 'gpt2' model are unknown"
 
     def test_pairs_outside_of_windows_are_not_counted(self, tmp_path: Path) -> None:
-        """Of 17 tokens, only the last one is too far from the first for a window of 16."""
+        # Of 17 tokens, only the last one is too far from the first for a window of 16.
         whole, windowed = (
             read_causal_lm_dims(write(tmp_path, family("mistral", sliding_window=window))) for window in (None, 16)
         )

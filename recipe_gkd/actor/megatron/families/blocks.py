@@ -89,12 +89,25 @@ def shared_experts(prefix: str) -> WeightRules:
     return gated_mlp(prefix, MLP_NAMES, ("mlp.shared_experts.{}.weight",), "shared_ffn")
 
 
+AFTER_ATTENTION_NORM = replicated(AFTER_ATTENTION, "post_attention_layernorm.weight", "hidden")
+AFTER_MLP_NORM = replicated(AFTER_MLP, "post_feedforward_layernorm.weight", "hidden")
 SCORE_BIAS = WeightRule(
     ("mlp.router.expert_bias",),
     ShardSpec.NONE,
     (Part("mlp.gate.e_score_correction_bias", "experts"),),
     is_float32=True,
 )
+
+
+def feed_forward(dims: ModelDims, layer: int) -> WeightRules:
+    """Return a dense feed-forward block, or the router with its correction, and the shared and routed experts."""
+    moe = dims.moe
+    if moe is None or not moe.layers[layer]:
+        return gated_mlp("mlp")
+    router, *of_experts = experts()
+    bias = (SCORE_BIAS,) if moe.score_bias else ()
+    shared = shared_experts("mlp.shared_experts") if moe.shared_ffn else ()
+    return (router, *bias, *shared, *of_experts)
 
 
 def is_sparse(dims: ModelDims, layer: int) -> bool:
@@ -136,6 +149,18 @@ def kinds_of_layers(hf: Any, head_dim: int) -> dict[str, Any]:
         "ropes": tuple(rope(hf, hf.rope_parameters[kind], head_dim) for kind in layers),
         "attention": tuple(layers[kind] for kind in hf.layer_types),
     }
+
+
+def experts_everywhere(hf: Any, n_experts: int, *, normalized: bool) -> MoEConfig:
+    """Return the experts of a model that has them in all layers, and no shared ones."""
+    return MoEConfig(
+        layers=(True,) * hf.num_hidden_layers,
+        experts=n_experts,
+        top_k=hf.num_experts_per_tok,
+        ffn=hf.intermediate_size,
+        normalized=normalized,
+        shared_ffn=None,
+    )
 
 
 def experts_and_shared(hf: Any, **router: Any) -> MoEConfig:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from recipe_gkd.actor.megatron.families.blocks import (
     MLP_NORM,
-    SCORE_BIAS,
-    experts,
     experts_and_shared,
-    gated_mlp,
-    is_sparse,
+    feed_forward,
     replicated,
     rope,
-    shared_experts,
 )
 from recipe_gkd.actor.megatron.families.family import Family, Part, ShardSpec, WeightRule, WeightRules
 from recipe_gkd.actor.megatron.families.routing import expert_groups, sigmoid_problem, softmax_problem
@@ -50,14 +47,7 @@ def _latent_attention(dims: ModelDims) -> WeightRules:
 
 
 def _rules(dims: ModelDims, layer: int) -> WeightRules:
-    attention = (INPUT_NORM, *_latent_attention(dims), MLP_NORM)
-    if not is_sparse(dims, layer):
-        return (*attention, *gated_mlp("mlp"))
-    assert dims.moe is not None
-    router, *of_experts = experts()
-    bias = (SCORE_BIAS,) if dims.moe.score_bias else ()
-    shared = shared_experts("mlp.shared_experts") if dims.moe.shared_ffn else ()
-    return (*attention, router, *bias, *shared, *of_experts)
+    return (INPUT_NORM, *_latent_attention(dims), MLP_NORM, *feed_forward(dims, layer))
 
 
 def _attention(hf: Any) -> dict[str, Any]:
@@ -106,14 +96,6 @@ DEEPSEEK_V2 = Family(
     problem=softmax_problem,
     without_effect=WITHOUT_EFFECT,
 )
-GLM4_MOE_LITE = Family(
-    model_type="glm4_moe_lite",
-    numbers=_deepseek_v3,
-    rules=_rules,
-    required={"attention_bias": (False,), "norm_topk_prob": (True,), "rope_interleave": (True,)},
-    problem=sigmoid_problem,
-    without_effect=WITHOUT_EFFECT,
-)
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     numbers=_deepseek_v3,
@@ -122,3 +104,4 @@ DEEPSEEK_V3 = Family(
     problem=sigmoid_problem,
     without_effect=WITHOUT_EFFECT,
 )
+GLM4_MOE_LITE = replace(DEEPSEEK_V3, model_type="glm4_moe_lite")

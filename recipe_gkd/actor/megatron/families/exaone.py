@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipe_gkd.actor.megatron.families.blocks import HEAD_NORMS, OUTPUT, gated_mlp, qkv
+from recipe_gkd.actor.megatron.families.blocks import (
+    AFTER_ATTENTION_NORM,
+    AFTER_MLP_NORM,
+    HEAD_NORMS,
+    OUTPUT,
+    gated_mlp,
+    qkv,
+)
 from recipe_gkd.actor.megatron.families.family import Family, WeightRules
-from recipe_gkd.actor.megatron.families.olmo import AFTER_ATTENTION_NORM, AFTER_MLP_NORM
 from recipe_gkd.actor.megatron.model_dims import LayerAttention, ModelDims
 
 

@@ -2,7 +2,7 @@
 
 A module of this package describes one or a few families with the building blocks of
 :mod:`~recipe_gkd.actor.megatron.families.blocks`. Loading, export to the rollout workers, saved folders and the memory
-plan all use the same description. docs/models.md shows how to add a family.
+plan all use the same description. docs/new_family.md shows how to add a family.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from recipe_gkd.actor.megatron.families.blocks import (
-    AFTER_ATTENTION,
-    AFTER_MLP,
+    AFTER_ATTENTION_NORM,
+    AFTER_MLP_NORM,
     BEFORE_MLP,
     HEAD_NORMS,
     INPUT_NORM,
@@ -21,12 +21,9 @@ from recipe_gkd.actor.megatron.model_dims import ModelDims
 
 
 def _rules(dims: ModelDims, layer: int) -> WeightRules:
-    after_attention = replicated(AFTER_ATTENTION, "post_attention_layernorm.weight", "hidden")
     before_mlp = replicated(BEFORE_MLP, "pre_feedforward_layernorm.weight", "hidden")
-    after_mlp = replicated(AFTER_MLP, "post_feedforward_layernorm.weight", "hidden")
-    return (
-        INPUT_NORM, *qkv(dims), *HEAD_NORMS, OUTPUT, after_attention, before_mlp, *gated_mlp("mlp"), after_mlp,
-    )  # fmt: skip
+    attention = (INPUT_NORM, *qkv(dims), *HEAD_NORMS, OUTPUT, AFTER_ATTENTION_NORM)
+    return (*attention, before_mlp, *gated_mlp("mlp"), AFTER_MLP_NORM)
 
 
 def _numbers(hf: Any) -> dict[str, Any]:

@@ -11,15 +11,12 @@ from recipe_gkd.actor.megatron.families.blocks import (
     INPUT_NORM,
     MLP_NORM,
     OUTPUT,
-    SCORE_BIAS,
-    experts,
     experts_and_shared,
+    feed_forward,
     gated_mlp,
-    is_sparse,
     qkv,
     replicated,
     rope,
-    shared_experts,
 )
 from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.families.phi import JOINED_GATE_UP
@@ -30,18 +27,14 @@ from recipe_gkd.actor.megatron.model_dims import ModelDims
 def _glm4_rules(dims: ModelDims, layer: int) -> WeightRules:
     after_attention = replicated(AFTER_ATTENTION, "post_self_attn_layernorm.weight", "hidden")
     after_mlp = replicated(AFTER_MLP, "post_mlp_layernorm.weight", "hidden")
-    feed_forward = gated_mlp("mlp", JOINED_GATE_UP)
-    return (INPUT_NORM, *qkv(dims), OUTPUT, after_attention, MLP_NORM, *feed_forward, after_mlp)
+    return (
+        INPUT_NORM, *qkv(dims), OUTPUT, after_attention, MLP_NORM, *gated_mlp("mlp", JOINED_GATE_UP), after_mlp,
+    )  # fmt: skip
 
 
 def _glm4_moe_rules(dims: ModelDims, layer: int) -> WeightRules:
     norms = HEAD_NORMS if dims.qk_norm else ()
-    attention = (INPUT_NORM, *qkv(dims), *norms, OUTPUT, MLP_NORM)
-    if not is_sparse(dims, layer):
-        return (*attention, *gated_mlp("mlp"))
-    router, *of_experts = experts()
-    shared = shared_experts("mlp.shared_experts") if dims.moe and dims.moe.shared_ffn else ()
-    return (*attention, router, SCORE_BIAS, *shared, *of_experts)
+    return (INPUT_NORM, *qkv(dims), *norms, OUTPUT, MLP_NORM, *feed_forward(dims, layer))
 
 
 def _glm4(hf: Any) -> dict[str, Any]:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipe_gkd.actor.megatron.families.blocks import INPUT_NORM, MLP_NORM, OUTPUT, experts, qkv, windows
+from recipe_gkd.actor.megatron.families.blocks import (
+    INPUT_NORM,
+    MLP_NORM,
+    OUTPUT,
+    experts,
+    experts_everywhere,
+    qkv,
+    windows,
+)
 from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.families.llama import layer_rules
 from recipe_gkd.actor.megatron.families.routing import single_expert_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
-from recipe_gkd.actor.student_dims import MoEConfig
 
 
 def _mixtral_rules(dims: ModelDims, layer: int) -> WeightRules:
@@ -21,15 +28,7 @@ def _windowed(hf: Any) -> dict[str, Any]:
 
 
 def _mixtral(hf: Any) -> dict[str, Any]:
-    moe = MoEConfig(
-        layers=(True,) * hf.num_hidden_layers,
-        experts=hf.num_local_experts,
-        top_k=hf.num_experts_per_tok,
-        ffn=hf.intermediate_size,
-        normalized=True,
-        shared_ffn=None,
-    )
-    return _windowed(hf) | {"moe": moe}
+    return _windowed(hf) | {"moe": experts_everywhere(hf, hf.num_local_experts, normalized=True)}
 
 
 MISTRAL = Family(model_type="mistral", numbers=_windowed, rules=layer_rules)

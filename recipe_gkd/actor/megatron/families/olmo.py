@@ -8,28 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 from recipe_gkd.actor.megatron.families.blocks import (
-    AFTER_ATTENTION,
-    AFTER_MLP,
+    AFTER_ATTENTION_NORM,
+    AFTER_MLP_NORM,
     ALL_HEADS_NORMS,
     INPUT_NORM,
     MLP_NORM,
     OUTPUT,
-    experts,
+    experts_everywhere,
+    feed_forward,
     gated_mlp,
     kinds_of_layers,
     qkv,
-    replicated,
 )
 from recipe_gkd.actor.megatron.families.family import Family, WeightRules
-from recipe_gkd.actor.megatron.families.llama import NO_BIASES
 from recipe_gkd.actor.megatron.families.routing import single_expert_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
-from recipe_gkd.actor.student_dims import MoEConfig
 
 NORMS = {"norms": "after", "qk_norm": "all_heads"}
-AFTER_ATTENTION_NORM = replicated(AFTER_ATTENTION, "post_attention_layernorm.weight", "hidden")
-AFTER_MLP_NORM = replicated(AFTER_MLP, "post_feedforward_layernorm.weight", "hidden")
-WITHOUT_BIAS = {"attention_bias": NO_BIASES["attention_bias"]}
+WITHOUT_BIAS = {"attention_bias": (False,)}
 
 
 def _rules(dims: ModelDims, layer: int) -> WeightRules:
@@ -37,18 +33,11 @@ def _rules(dims: ModelDims, layer: int) -> WeightRules:
 
 
 def _olmoe_rules(dims: ModelDims, layer: int) -> WeightRules:
-    return (INPUT_NORM, *qkv(dims), *ALL_HEADS_NORMS, OUTPUT, MLP_NORM, *experts())
+    return (INPUT_NORM, *qkv(dims), *ALL_HEADS_NORMS, OUTPUT, MLP_NORM, *feed_forward(dims, layer))
 
 
 def _olmoe(hf: Any) -> dict[str, Any]:
-    moe = MoEConfig(
-        layers=(True,) * hf.num_hidden_layers,
-        experts=hf.num_experts,
-        top_k=hf.num_experts_per_tok,
-        ffn=hf.intermediate_size,
-        normalized=hf.norm_topk_prob,
-        shared_ffn=None,
-    )
+    moe = experts_everywhere(hf, hf.num_experts, normalized=hf.norm_topk_prob)
     return {"qk_norm": "all_heads", "moe": moe}
 
 

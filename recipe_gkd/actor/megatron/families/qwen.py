@@ -10,7 +10,7 @@ from recipe_gkd.actor.megatron.families.blocks import (
     MLP_NORM,
     OUTPUT,
     experts,
-    gated_mlp,
+    feed_forward,
     is_sparse,
     qkv,
     replicated,
@@ -29,8 +29,7 @@ SHARED_GATE = replicated("mlp.shared_experts.gate_weight", "mlp.shared_expert_ga
 
 
 def _qwen3_rules(dims: ModelDims, layer: int) -> WeightRules:
-    feed_forward = experts() if is_sparse(dims, layer) else gated_mlp("mlp")
-    return (INPUT_NORM, *qkv(dims), *HEAD_NORMS, OUTPUT, MLP_NORM, *feed_forward)
+    return (INPUT_NORM, *qkv(dims), *HEAD_NORMS, OUTPUT, MLP_NORM, *feed_forward(dims, layer))
 
 
 def _qwen2_moe_rules(dims: ModelDims, layer: int) -> WeightRules:

@@ -30,25 +30,22 @@ def sigmoid_problem(hf: Any) -> Problem | None:
     """
     if (problem := single_expert_problem(hf)) is not None:
         return problem
-    groups = expert_groups(hf)
-    if groups is not None and hf.num_experts_per_tok // groups[1] != 2:
-        return (
-            f"Megatron chooses groups by their {hf.num_experts_per_tok // groups[1]} best experts "
-            "(num_experts_per_tok / topk_group), and this model by their 2 best",
-            ("num_experts_per_tok", "topk_group"),
-        )
-    return None
+    return _groups_problem(hf, n_best=2)
 
 
 def softmax_problem(hf: Any) -> Problem | None:
     """Return why a model whose groups are chosen by their best expert is not supported."""
     if hf.topk_method == "greedy":
         return None
+    return _groups_problem(hf, n_best=1)
+
+
+def _groups_problem(hf: Any, n_best: int) -> Problem | None:
     groups = expert_groups(hf)
-    if groups is not None and hf.num_experts_per_tok != groups[1]:
-        return (
-            f"Megatron chooses groups by their {hf.num_experts_per_tok // groups[1]} best experts "
-            "(num_experts_per_tok / topk_group), and this model by their best",
-            ("num_experts_per_tok", "topk_group"),
-        )
-    return None
+    if groups is None or hf.num_experts_per_tok // groups[1] == n_best:
+        return None
+    return (
+        f"Megatron chooses groups by their {hf.num_experts_per_tok // groups[1]} best experts (num_experts_per_tok / "
+        f"topk_group), and this model by their {n_best} best",
+        ("num_experts_per_tok", "topk_group"),
+    )
