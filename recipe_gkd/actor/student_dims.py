@@ -104,6 +104,16 @@ class StudentDims:
     moe: MoEConfig | None = None
     latent: LatentAttention | None = None
 
+    @property
+    def query_dim(self) -> int:
+        """Width of a query or key."""
+        return self.latent.query if self.latent else self.head_dim
+
+    @property
+    def n_key_heads(self) -> int:
+        """Number of keys of a token in the attention of a layer."""
+        return self.heads if self.latent else self.kv_heads
+
     def windows(self) -> list[int | None]:
         """Return the number of last keys that a query attends to in each layer, its own included; None for all."""
         return [None] * self.layers

@@ -82,16 +82,6 @@ class ModelDims(StudentDims):
     embedding_scale: float = 1.0
 
     @property
-    def query_dim(self) -> int:
-        """Width of a query or key."""
-        return self.latent.query if self.latent else self.head_dim
-
-    @property
-    def n_key_heads(self) -> int:
-        """Number of keys of a token in the attention of a layer."""
-        return self.heads if self.latent else self.kv_heads
-
-    @property
     def needs_local_layers(self) -> str:
         """Feature that Transformer Engine's layers are not used for; empty if they compute this model."""
         features = {

@@ -119,10 +119,7 @@ def _layer_numbers(dims: StudentDims, layer: int, widths: Sequence[int], tp: int
     columns = dims.ffn
     if dims.moe is not None and dims.moe.layers[layer]:
         columns = dims.moe.top_k * dims.moe.ffn + (dims.moe.shared_ffn or 0)
-    head, key_heads = dims.head_dim, dims.kv_heads
-    if isinstance(dims, ModelDims):
-        head, key_heads = dims.query_dim, dims.n_key_heads
-    inner = query * dims.heads * head + key * key_heads * head + ffn * columns
+    inner = (query * dims.heads + key * dims.n_key_heads) * dims.query_dim + ffn * columns
     return hidden * dims.hidden / (tp if is_sharded else 1) + inner / tp
 
 
