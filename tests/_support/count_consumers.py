@@ -53,6 +53,7 @@ RESPONSE = Response(
     uid=0, ids=np.zeros(2, np.int32), logprobs=np.zeros(2, np.float32), finish_reason="stop",
     weights_version=0, versions_T=np.zeros(2, np.int32),
 )  # fmt: skip
+EMPTY_MODEL = StudentDims(layers=0, hidden=1, ffn=1, heads=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=1)
 
 
 def value_at(config: Config, name: str) -> Any:
@@ -156,10 +157,7 @@ def check_count_limit(config: Config, name: str) -> None:
         case "max_actor_ckpt_to_keep":
             assert remove_old(Path("no checkpoints"), newest=1, keep=limit) == []
         case "device_peak_tflops":
-            dims: Any = StudentDims(
-                layers=0, hidden=1, ffn=1, heads=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=1
-            )
-            assert ActorUtilization(dims, limit).metrics([], 1.0) == {"perf/mfu/actor": 0.0}
+            assert ActorUtilization(EMPTY_MODEL, limit).metrics([], 1.0) == {"perf/mfu/actor": 0.0}
         case "metrics_port":
             check_metrics_port(limit)
         case "steps" | "ranks":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +23,9 @@ from recipe_gkd.actor.megatron.gated_silu import GatedSilu
 from recipe_gkd.actor.megatron.layer_report import layer_report
 from recipe_gkd.actor.megatron.layer_spec import decoder_spec, ensure_megatron_supports_te
 from recipe_gkd.actor.megatron.model import build_chunks, transformer_config
-from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
+from recipe_gkd.actor.megatron.model_dims import LayerAttention, ModelDims, Rope
 from recipe_gkd.actor.megatron.packed_attention import PackedAttention
-from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding
+from recipe_gkd.actor.megatron.rotary import PackedRotaryEmbedding, frequencies
 from recipe_gkd.config.megatron_fields import FIXED_FIELDS
 from recipe_gkd.errors import ConfigError
 from tests._support.errors import raises
@@ -95,6 +96,27 @@ class TestTransformerConfig:
         assert config.apply_rope_fusion
         assert config.moe_grouped_gemm
         assert config.moe_router_dtype == "fp32"
+
+    def test_scaled_cosines_are_a_factor_of_the_scores_with_transformer_engine(self) -> None:
+        """YaRN scales queries and keys. Only the layers of torch multiply the cosines and sines."""
+        scaling = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+        dims = replace(DIMS, ropes=(Rope(width=4, theta=1e4, scaling=scaling, max_positions=512),))
+        _, factor = frequencies(dims.ropes[0])
+        assert factor == pytest.approx(0.1 * math.log(8) + 1)
+        assert model._softmax_scale(dims, "transformer_engine") == pytest.approx(factor**2 / 4**0.5)
+        assert model._softmax_scale(dims, "local") is None and model._softmax_scale(DIMS, "transformer_engine") is None
+
+    @pytest.mark.parametrize("setting", ["auto", "local", "transformer_engine"])
+    def test_model_with_windows_has_layers_of_torch(self, setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        dims = replace(DIMS, attention=(LayerAttention(window=4),))
+        monkeypatch.setattr(model, "resolve_transformer_impl", lambda setting, device: setting)
+        megatron: Any = SimpleNamespace(transformer_impl=setting)
+        if setting == "transformer_engine":
+            with raises(ConfigError, keys=(f"{MEGATRON}.transformer_impl",)):
+                model.layer_implementation(dims, megatron, "cuda")
+        else:
+            assert model.layer_implementation(dims, megatron, "cuda") == "local"
+        assert model.layer_implementation(DIMS, megatron, "cuda") == setting
 
     @pytest.mark.parametrize(
         "override",
