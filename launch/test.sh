@@ -22,4 +22,4 @@ export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 .venv/bin/mypy
 # Three processes, because many tests wait for deadlines, or for processes that use one core each.
 # tests/conftest.py keeps tests that share an engine together.
-exec .venv/bin/python -m pytest -n 3 --no-loadscope-reorder "${selected[@]}" "$@"
+exec .venv/bin/python -m pytest -n 3 --no-loadscope-reorder --durations 60 --durations-min 5 "${selected[@]}" "$@"

@@ -150,6 +150,15 @@ class Backend(Protocol):
         not be used after the next update.
         """
 
+    def adapters_meta(self) -> list[TensorMeta]:
+        """Return name, complete shape and dtype of each tensor of :meth:`export_adapters`, in order."""
+
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the complete factors of the adapters on rank 0 under peft's names, as :meth:`export_weights`.
+
+        They have the dtype of training. The factors B are multiplied by the scale, alpha / rank.
+        """
+
     def extra_files(self) -> dict[str, bytes]:
         """Return content by relative path of files beside the weights of a Hugging Face folder; only on rank 0."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import safetensors.torch
@@ -86,6 +86,21 @@ def peft_options(config: LoraConfig, layers: Sequence[str]) -> peft.LoraConfig:
 def factor_name(layer: str, factor: str) -> str:
     """Return the name of a factor, ``"A"`` or ``"B"``, in the folders of peft."""
     return f"base_model.model.{layer}.lora_{factor}.weight"
+
+
+def synced_factors(
+    factors: Iterable[tuple[str, Tensor]], config: LoraConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield factors as a weight sync transfers them: the factors B are multiplied by the scale, alpha / rank.
+
+    Args:
+        factors: Complete factors with their :func:`factor_name`.
+        config: Rank and scale.
+        dtype: Data type of the result.
+    """
+    scale = config.alpha / (config.rank or 1)
+    for name, factor in factors:
+        yield name, (factor * scale if name.endswith(".lora_B.weight") else factor).to(dtype)
 
 
 def adapter_files(options: peft.LoraConfig, factors: Mapping[str, Tensor], base: str) -> dict[str, bytes]:

@@ -22,6 +22,7 @@ from recipe_gkd.actor.profile import profiled
 from recipe_gkd.actor.ranks import Layout, RankReport, RankSpec, Rendezvous
 from recipe_gkd.actor.strategy import build_backend
 from recipe_gkd.actor.update import Updater
+from recipe_gkd.config.conditions import sends_adapters
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.data.samples import Sample
@@ -92,6 +93,7 @@ class StudentActor:
         self._config, self._actor_config = config, config.actor_rollout_ref.actor
         self._rank_spec, self._total_steps, self._n_token_ids = rank_spec, total_steps, n_token_ids
         self.rank, self.device = rank_spec.rank, rank_spec.torch_device
+        self._sends_adapters = sends_adapters(config)
         self.writer, self._trimmer = CheckpointWriter(self._actor_config.timeout_s), MemoryTrimmer()
         self._step = 0
         self._partially_loaded: Path | None = None
@@ -205,10 +207,14 @@ class StudentActor:
 
     def weights_meta(self) -> list[TensorMeta]:
         """Return Hugging Face name, full shape and dtype of each tensor of :meth:`export_weights`, in order."""
+        if self._sends_adapters:
+            return self.backend.adapters_meta()
         return [meta for metas in self.backend.weights_meta() for meta in metas]
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over names and complete tensors; see :class:`recipe_gkd.actor.backend.Backend`.
+
+        With ``lora.sync=adapter`` they are the adapters only.
 
         It yields nothing on ranks other than global rank 0, which must exhaust it as well. No update may run meanwhile.
         Offloaded weights leave the device when the iterator is exhausted or closed.
@@ -219,7 +225,8 @@ class StudentActor:
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         states = self.backend.states
         with states.on_device("params", read_only=True):
-            for name, tensor in self.backend.export_weights():
+            exported = self.backend.export_adapters() if self._sends_adapters else self.backend.export_weights()
+            for name, tensor in exported:
                 # The receiver may hold memory on the host longer, or share it with NumPy, so that it cannot leave.
                 is_copied = self.device.type == "cpu" and states.is_offloaded("params")
                 yield name, tensor.clone() if is_copied else tensor

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from recipe_gkd.config.conditions import uses_sampled_token_loss
-from recipe_gkd.config.keys import FSDP, LORA, MEGATRON, POOL_KEYS
+from recipe_gkd.config.keys import FSDP, HYBRID, LORA, MEGATRON, POOL_KEYS
 from recipe_gkd.config.megatron_fields import fixed_field_problems
 from recipe_gkd.config.schema import Config
 from recipe_gkd.errors import ConfigError
+
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of vLLM's buffers for an adapter (``vllm.config.lora.MaxLoRARanks``). A lower rank uses a part of one."""
 
 
 def actor_problems(config: Config) -> Iterator[ConfigError]:
@@ -101,6 +104,8 @@ def _lora(config: Config) -> Iterator[ConfigError]:
             remedy="name layers, or set it to null (all linear layers)",
             keys=(f"{LORA}.target_modules",),
         )
+    if lora.sync == "adapter":
+        yield from _adapter_sync(config)
     if lora.dropout and (config.gkd.use_rl_loss or uses_sampled_token_loss(config.gkd)):
         yield ConfigError(
             f"{LORA}.dropout={lora.dropout:g} with a policy loss, or with gkd.distill_loss_type="
@@ -108,6 +113,24 @@ def _lora(config: Config) -> Iterator[ConfigError]:
             "rollout workers have no dropout",
             remedy=f"set {LORA}.dropout=0",
             keys=(f"{LORA}.dropout", "gkd.use_rl_loss" if config.gkd.use_rl_loss else "gkd.distill_loss_type"),
+        )
+
+
+def _adapter_sync(config: Config) -> Iterator[ConfigError]:
+    settings = config.actor_rollout_ref
+    rank, limit = settings.actor.lora.rank or 0, ADAPTER_RANKS[-1]
+    if rank > limit:
+        yield ConfigError(
+            f"{LORA}.sync=adapter with {LORA}.rank={rank}: vLLM supports ranks up to {limit}",
+            remedy=f"lower {LORA}.rank, or set {LORA}.sync=merged",
+            keys=(f"{LORA}.sync", f"{LORA}.rank"),
+        )
+    if settings.hybrid_engine and settings.rollout.sleep_level == 2:
+        yield ConfigError(
+            f"{LORA}.sync=adapter with {HYBRID}=true and actor_rollout_ref.rollout.sleep_level=2: the engine would "
+            "lose the weights of the model folder in its sleep, and a sync transfers only the adapters",
+            remedy=f"set sleep_level=1, or {LORA}.sync=merged",
+            keys=(f"{LORA}.sync", "actor_rollout_ref.rollout.sleep_level"),
         )
 
 

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from recipe_gkd.config.schema.reward import RewardFailureMode
 
 
+def sends_adapters(config: Config) -> bool:
+    """Return True if a weight sync transfers adapters only, which the engines add to the weights of the folder."""
+    lora = config.actor_rollout_ref.actor.lora
+    return bool(lora.rank) and lora.sync == "adapter"
+
+
 def uses_teacher(gkd: GkdConfig) -> bool:
     """Return True if the responses of a run are scored by a teacher."""
     if gkd.enable_teacher is not None:

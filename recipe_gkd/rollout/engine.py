@@ -34,7 +34,7 @@ from teacher.common.out_of_memory import is_out_of_memory
 from teacher.common.vllm_setup import ASYNC_SCHEDULING_DEFECT, is_async_scheduling_failure
 
 if TYPE_CHECKING:
-    from recipe_gkd.rollout.vllm.compat import LLMEngine
+    from recipe_gkd.rollout.vllm.compat import LLMEngine, LoRARequest
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class RolloutEngine:
         def add(engine: LLMEngine) -> None:
             try:
                 for request_id, prompt, prompt_params in zip(ids, prompts, params, strict=True):
-                    add_request(engine, request_id, prompt, prompt_params, self.options.max_model_len)
+                    add_request(engine, request_id, prompt, prompt_params, self.options.max_model_len, self._adapter())
                     self._requests.add(request_id, prompt.uid, deliver)
             except BaseException:
                 self._abort(engine, ids)
@@ -121,7 +121,7 @@ class RolloutEngine:
         done: Future[list[float]] = Future()
 
         def add(engine: LLMEngine) -> None:
-            add_log_probs_request(engine, request_id, ids, self.options.max_model_len)
+            add_log_probs_request(engine, request_id, ids, self.options.max_model_len, self._adapter())
             self._requests.add_log_probs(request_id, done)
 
         def fail(added: Future[None]) -> None:
@@ -173,6 +173,14 @@ class RolloutEngine:
             self._thread.join(None if self._failure is None else _FAILED_ENGINE_CLOSE_TIMEOUT_S)
 
     # On the engine's thread.
+
+    def _adapter(self) -> LoRARequest | None:
+        """Return the adapter of all requests; None if the engine has none."""
+        if self.options.adapters is None:
+            return None
+        from recipe_gkd.rollout.vllm.adapters import adapter_request
+
+        return adapter_request()
 
     def _main(self, ready: Future[EngineReport]) -> None:
         try:

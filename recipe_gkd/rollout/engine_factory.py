@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe_gkd.config.keys import ROLLOUT
-from recipe_gkd.errors import GkdError, ModelError, WorkerError
+from recipe_gkd.config.keys import LORA, ROLLOUT
+from recipe_gkd.errors import ConfigError, GkdError, ModelError, WorkerError
+from recipe_gkd.rollout.adapters import SYNC
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.limits import check_cpu_budget
@@ -33,6 +34,7 @@ _TOO_SMALL = Advice(
         ),
     ),
 )
+_NO_ADAPTERS = Advice(f"set {SYNC}=merged, or name other layers in {LORA}.target_modules", (SYNC,))
 _REFUSALS = {
     VLLM_START_REFUSAL: Advice(
         f"lower {_UTILIZATION}, end other processes on this device, or offload the states of an actor that shares it",
@@ -40,8 +42,11 @@ _REFUSALS = {
     ),
     "No available memory for the cache blocks": _TOO_SMALL,
     "larger than the available KV cache": _TOO_SMALL,
+    "does not support LoRA yet": _NO_ADAPTERS,
+    "could not be wrapped by any LoRA layer": _NO_ADAPTERS,
 }
-"""Text of vLLM's v1/worker/utils.py and v1/core/kv_cache_utils.py -> keys to change."""
+"""Text of vLLM's v1/worker/utils.py, v1/core/kv_cache_utils.py, v1/worker/lora_model_runner_mixin.py and
+lora/model_manager.py -> keys to change."""
 
 
 def build_engine(options: EngineOptions) -> LLMEngine:
@@ -104,6 +109,7 @@ def _build(options: EngineOptions) -> LLMEngine:
         enforce_eager=options.enforce_eager,
         enable_sleep_mode=options.enable_sleep_mode,
         async_scheduling=options.async_scheduling,
+        **adapter_arguments(options),
         **step_budget(options, vllm.default_batched_tokens(options.tensor_parallel_size)),
         skip_tokenizer_init=True,
         max_logprobs=options.max_logprobs,
@@ -116,9 +122,32 @@ def _build(options: EngineOptions) -> LLMEngine:
     if options.device == "cpu" and arguments.create_model_config().has_inner_state:
         arguments.enable_prefix_caching = False  # vLLM caches recurrent states only if it splits prompts into chunks
     engine = vllm.LLMEngine.from_engine_args(arguments)
+    if options.adapters is not None:
+        engine.collective_rpc(vllm_calls.WorkerCalls.gkd_activate_adapter.__name__)
     if options.n_tokens is not None and options.n_tokens < engine.model_config.get_vocab_size():
         engine.collective_rpc(vllm_calls.WorkerCalls.set_logits.__name__, args=(1.0, options.n_tokens))
     return engine
+
+
+def adapter_arguments(options: EngineOptions) -> dict[str, Any]:
+    """Return the engine arguments for adapters.
+
+    Raises:
+        ConfigError: vLLM's kernels for adapters do not support the data type.
+    """
+    if options.adapters is None:
+        return {}
+    if options.device != "cpu" and options.dtype == "float32":
+        raise ConfigError(
+            f"{SYNC}=adapter with {ROLLOUT}.dtype=float32: vLLM's kernels for adapters on a GPU support 16 bits only",
+            remedy=f"set {ROLLOUT}.dtype=bfloat16, or {SYNC}=merged",
+            keys=(SYNC, f"{ROLLOUT}.dtype"),
+        )
+    return {
+        "enable_lora": True,
+        "max_lora_rank": options.adapters.buffer_rank,
+        "lora_target_modules": list(options.adapters.layers),
+    }
 
 
 def step_budget(options: EngineOptions, cuda_default: int) -> dict[str, Any]:

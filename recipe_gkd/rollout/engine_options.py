@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recipe_gkd.config import Config
+from recipe_gkd.config.conditions import sends_adapters
 from recipe_gkd.config.support import Support
+from recipe_gkd.rollout.adapters import AdapterOptions, adapter_options
+from recipe_gkd.rollout.checkpoint_names import folder_shapes
 from recipe_gkd.rollout.limits import engine_length
 from teacher.common.head_dtype import wants_float32_head
 
@@ -38,6 +41,7 @@ class EngineOptions:
         max_logprobs: Maximum number of likeliest ids that are returned with a token.
         n_tokens: Ids of the tokenizer. Larger ids are padding of the output layer and get probability 0. None if there
             is no padding.
+        adapters: Adapters that the engine adds to the weights of the folder; None: updates replace the weights.
     """
 
     model_path: str
@@ -56,6 +60,7 @@ class EngineOptions:
     enable_sleep_mode: bool = False
     async_scheduling: bool | None = None
     max_logprobs: int = 0
+    adapters: AdapterOptions | None = None
 
     @classmethod
     def from_config(cls, config: Config, device: str, n_tokens: int | None = None) -> EngineOptions:
@@ -87,4 +92,5 @@ class EngineOptions:
             enable_sleep_mode=device == "cuda" and hybrid and rollout.sleep_level > 0,
             async_scheduling=rollout.async_scheduling,
             max_logprobs=Support.of(config).n_student_ids,
+            adapters=adapter_options(config, folder_shapes(model.path)) if sends_adapters(config) else None,
         )

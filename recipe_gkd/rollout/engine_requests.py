@@ -17,7 +17,7 @@ from recipe_gkd.errors import GkdError, WorkerError
 from recipe_gkd.rollout.engine_commands import settle
 
 if TYPE_CHECKING:
-    from recipe_gkd.rollout.vllm.compat import FlatLogprobs, LLMEngine, RequestOutput
+    from recipe_gkd.rollout.vllm.compat import FlatLogprobs, LLMEngine, LoRARequest, RequestOutput
 
 _MAX_LENGTH = key_name(lambda config: config.actor_rollout_ref.rollout.max_model_len)
 Deliver = Callable[[list[Response] | GkdError], None]
@@ -85,12 +85,20 @@ class RequestTable:
             deliver(failure.located())
 
 
-def add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dict[str, Any], max_len: int) -> None:
+def add_request(
+    engine: LLMEngine,
+    request_id: str,
+    prompt: Prompt,
+    params: dict[str, Any],
+    max_len: int,
+    adapter: LoRARequest | None,
+) -> None:
     """Add a prompt to an engine.
 
     Args:
         params: Keyword arguments of vLLM's ``SamplingParams``.
         max_len: Maximum length of a sequence, in tokens.
+        adapter: Adapter that the engine adds to its weights; None: it has none.
 
     Raises:
         WorkerError: The prompt is empty, or leaves no room for a response.
@@ -111,10 +119,12 @@ def add_request(engine: LLMEngine, request_id: str, prompt: Prompt, params: dict
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    engine.add_request(request_id, {"prompt_token_ids": prompt.ids.tolist()}, sampling)
+    engine.add_request(request_id, {"prompt_token_ids": prompt.ids.tolist()}, sampling, lora_request=adapter)
 
 
-def add_log_probs_request(engine: LLMEngine, request_id: str, ids: Sequence[int], max_len: int) -> None:
+def add_log_probs_request(
+    engine: LLMEngine, request_id: str, ids: Sequence[int], max_len: int, adapter: LoRARequest | None
+) -> None:
     """Add a request for the log-probabilities of given tokens, at temperature 1 and over all tokens.
 
     vLLM computes them with the ``compute_logits`` with which it generates, so ids of the padding have probability 0. It
@@ -122,6 +132,7 @@ def add_log_probs_request(engine: LLMEngine, request_id: str, ids: Sequence[int]
 
     Args:
         max_len: Maximum length of a sequence, in tokens.
+        adapter: See :func:`add_request`.
 
     Raises:
         WorkerError: There are fewer than two ids, or too many.
@@ -142,7 +153,7 @@ def add_log_probs_request(engine: LLMEngine, request_id: str, ids: Sequence[int]
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    engine.add_request(request_id, {"prompt_token_ids": list(ids)}, sampling)
+    engine.add_request(request_id, {"prompt_token_ids": list(ids)}, sampling, lora_request=adapter)
 
 
 def to_log_probs(output: RequestOutput, version: int) -> list[float]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from recipe_gkd.config import Config
-from recipe_gkd.config.conditions import has_conversations
+from recipe_gkd.config.conditions import has_conversations, sends_adapters
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.diagnostics.stack_dumps import enable_stack_dumps
 from recipe_gkd.errors import DeadlineError, GkdError, WorkerError
@@ -289,7 +289,8 @@ class RolloutWorker:
             DeadlineError: The running requests did not finish in time.
         """
         self._sleep.ensure_weights_are_allocated()
-        check_announced(meta, self._config.actor_rollout_ref.model.path, self._folder_shapes)
+        if not sends_adapters(self._config):  # the engine itself knows which layers can have an adapter
+            check_announced(meta, self._config.actor_rollout_ref.model.path, self._folder_shapes)
         started, timeout_s = time.monotonic(), self._config.actor_rollout_ref.nccl_timeout
         stopped = self._gate.begin(inflight=inflight)
         try:

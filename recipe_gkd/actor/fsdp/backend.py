@@ -19,7 +19,13 @@ from recipe_gkd.actor.fsdp.checkpoint_save import FsdpSave
 from recipe_gkd.actor.fsdp.forward_backward import evaluate_micro_batches, run_micro_batches
 from recipe_gkd.actor.fsdp.fsdp_model import FsdpModel
 from recipe_gkd.actor.fsdp.loading import load_sharded, model_name
-from recipe_gkd.actor.fsdp.lora import adapted_layers, adapter_dropout, adapter_files
+from recipe_gkd.actor.fsdp.lora import (
+    adapted_layers,
+    adapter_dropout,
+    adapter_factors,
+    adapter_files,
+    export_adapters,
+)
 from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
 from recipe_gkd.actor.fsdp.offloaded_tensors import state_tensors
 from recipe_gkd.actor.fsdp.optimizer import clip_and_step, gradient_norm, keep_padding_rows, make_optimizer
@@ -145,6 +151,16 @@ class FsdpBackend:
         return export_weights(
             self.model.module, self._stored, self.dtype, is_first_rank=is_first_rank, first=first, last=last
         )
+
+    def adapters_meta(self) -> list[TensorMeta]:
+        """Return name, complete shape and dtype of each tensor of :meth:`export_adapters`, in order."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return [(name, tuple(factor.shape), dtype) for name, factor in adapter_factors(self.model.module)]
+
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield complete factors on rank 0; see :func:`recipe_gkd.actor.fsdp.lora.export_adapters`."""
+        is_first_rank = self.layout.rank == 0
+        return export_adapters(self.model.module, self._actor.lora, self.dtype, is_first_rank=is_first_rank)
 
     def extra_files(self) -> dict[str, bytes]:
         """Return the files of the folder ``adapter`` on rank 0, which peft loads; nothing without LoRA."""

@@ -121,6 +121,35 @@ def _complete(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def adapter_factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of the adapters with their names in a folder of peft."""
+    for name, layer in adapted_layers(model).items():
+        for factor in ("A", "B"):
+            yield lora.factor_name(name, factor), getattr(layer, f"lora_{factor}")[ADAPTER].weight
+
+
+@torch.no_grad()
+def export_adapters(
+    model: nn.Module, config: LoraConfig, dtype: torch.dtype, *, is_first_rank: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Gather the complete factors of the adapters, one at a time, for a weight sync. Collective.
+
+    Args:
+        model: Sharded model.
+        config: Rank and scale of the adapters.
+        dtype: Data type of the result.
+        is_first_rank: True on rank 0.
+
+    Yields:
+        See :func:`recipe_gkd.actor.lora.synced_factors`, on rank 0; nothing on the other ranks, which must exhaust the
+        iterator as well.
+    """
+    complete = ((name, _complete(factor)) for name, factor in adapter_factors(model))
+    for name, factor in lora.synced_factors(complete, config, dtype):
+        if is_first_rank:
+            yield name, factor
+
+
 def adapter_files(model: Any, base: str) -> dict[str, bytes]:
     """Return content by name of a folder that peft loads: the adapters in float32, not merged. Collective.
 
@@ -133,11 +162,7 @@ def adapter_files(model: Any, base: str) -> dict[str, bytes]:
     layers = adapted_layers(model)
     if not layers or is_converted(model.peft_config[ADAPTER], model):
         return {}
-    factors = {
-        lora.factor_name(name, factor): _complete(getattr(layer, f"lora_{factor}")[ADAPTER].weight).cpu()
-        for name, layer in layers.items()
-        for factor in ("A", "B")
-    }
+    factors = {name: _complete(factor).cpu() for name, factor in adapter_factors(model)}
     return lora.adapter_files(model.peft_config[ADAPTER], factors, base)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recipe_gkd.actor.backend import BackendReport, LossFunction
 from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan
-from recipe_gkd.actor.lora import adapter_files, peft_options
+from recipe_gkd.actor.lora import adapter_files, peft_options, synced_factors
 from recipe_gkd.actor.megatron import patches
 from recipe_gkd.actor.megatron.checkpoint_load import check_checkpoint, load_checkpoint
 from recipe_gkd.actor.megatron.checkpoint_save import MegatronSave
@@ -126,6 +126,15 @@ class MegatronBackend:
     def export_weights(self, first: int = 0, last: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield complete tensors on rank 0; see :func:`recipe_gkd.actor.megatron.export.export_weights`."""
         return export_weights(self.model, first, last)
+
+    def adapters_meta(self) -> list[TensorMeta]:
+        """Return name, complete shape and dtype of each tensor of :meth:`export_adapters`, in order."""
+        assert self.model.lora is not None
+        return weights_meta((factor for _, factor, _ in self.model.lora.factors()), self.dtype)
+
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield complete factors on rank 0; see :func:`recipe_gkd.actor.megatron.export.export_adapters`."""
+        return synced_factors(export_adapters(self.model), self._actor.lora, self.dtype)
 
     def extra_files(self) -> dict[str, bytes]:
         """Return the files of the folder ``adapter`` on rank 0, which peft loads; nothing without LoRA."""

@@ -37,6 +37,7 @@ Strategy = Literal["megatron", "fsdp"]
 ActorState = Literal["params", "grads", "optimizer"]
 WarmupSteps = Annotated[int, BeforeValidator(lambda value: -1 if value is None else value)]
 TransformerImpl = Literal["auto", "transformer_engine", "local"]
+AdapterSync = Literal["merged", "adapter"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -179,8 +180,8 @@ class LoraConfig:
     """Low-rank adapters of the actor, section ``actor_rollout_ref.actor.lora``."""
 
     rank: int | None = key(
-        "Rank of the adapters (LoRA). All other weights are frozen; the rollout workers and a saved Hugging Face "
-        "folder get merged weights, and checkpoints contain the adapters only. null or 0: all weights are trained.",
+        "Rank of the adapters (LoRA). All other weights are frozen; a saved Hugging Face folder gets merged "
+        "weights, and checkpoints contain the adapters only. null or 0: all weights are trained.",
         ge=0,
         le=MAX_LORA_RANK,
     )
@@ -196,6 +197,12 @@ class LoraConfig:
         refused=[NO_ADAPTERS],
         ge=0,
         lt=1,
+    )
+    sync: AdapterSync = key(
+        "What a weight sync transfers. `merged`: all weights, with the adapters merged. `adapter`: the adapters only, "
+        "which vLLM adds to the weights of the model folder as it computes. It transfers much less; each token costs "
+        "the engine more.",
+        unused=[NO_ADAPTERS],
     )
 
 

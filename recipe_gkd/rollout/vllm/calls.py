@@ -31,6 +31,10 @@ class WeightUpdateCalls:
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
 
+    def gkd_activate_adapter(self) -> None:
+        """Activate the adapter of an engine that was just built."""
+        self.weight_transfer_engine.activate_adapter()
+
     def gkd_join_transport(self, info: dict[str, Any]) -> UpdateOutcome:
         """Join a transport; ``info`` has the fields of :class:`JoinTransport`.
 
@@ -68,7 +72,7 @@ class WeightUpdateCalls:
 
         def commit() -> None:
             try:
-                self.finish_weight_update()
+                self._gkd_finish()
             except Exception:
                 self._gkd_drop()
                 raise
@@ -86,7 +90,11 @@ class WeightUpdateCalls:
     def _gkd_drop(self) -> None:
         self.weight_transfer_engine.drop()
         if self._weight_update_active:
-            self.finish_weight_update()  # without tensors: only ends vLLM's own state of an update
+            self._gkd_finish()  # without tensors: only ends vLLM's own state of an update
+
+    def _gkd_finish(self) -> None:
+        self.finish_weight_update()
+        self.weight_transfer_engine.activate_adapter()
 
     def _gkd_outcome(self, action: Callable[[], None]) -> UpdateOutcome:
         receiver = self.weight_transfer_engine

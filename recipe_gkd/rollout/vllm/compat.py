@@ -45,6 +45,11 @@ try:
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.logprobs import FlatLogprobs
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.request import LoRARequest
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
@@ -66,13 +71,13 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "CompletionOutput", "EngineArgs", "FlatLogprobs", "LLMEngine", "RequestOutput", "RequestOutputKind",
-    "SamplingParams", "WeightTransferConfig", "WeightTransferEngine", "WeightTransferEngineFactory",
-    "WeightTransferInitInfo", "WeightTransferUpdateInfo", "check_platform", "default_batched_tokens",
-    "detach_expert_kernels", "finalize_layerwise_reload", "initialize_layerwise_reload", "is_released_with_weights",
-    "keep_files_in",
-    "kv_cache_tokens", "model_parameter_names", "refresh_tied_heads", "restore_expert_kernels",
-    "set_current_vllm_config", "unpinned_nccl_env", "watch_ranks",
+    "CompletionOutput", "EngineArgs", "FlatLogprobs", "LLMEngine", "LoRAModel", "LoRAModelManager", "LoRARequest",
+    "PEFTHelper", "RequestOutput", "RequestOutputKind", "SamplingParams", "WeightTransferConfig",
+    "WeightTransferEngine", "WeightTransferEngineFactory", "WeightTransferInitInfo", "WeightTransferUpdateInfo",
+    "check_platform", "default_batched_tokens", "detach_expert_kernels", "finalize_layerwise_reload",
+    "initialize_layerwise_reload", "is_released_with_weights", "keep_files_in", "kv_cache_tokens",
+    "model_parameter_names", "refresh_tied_heads", "restore_expert_kernels", "set_current_vllm_config",
+    "unpinned_nccl_env", "watch_ranks",
 ]  # fmt: skip
 
 _REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
@@ -87,8 +92,12 @@ _REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
     ),
     EngineArgs: (
         "kv_cache_memory_bytes", "worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init",
-        "logprobs_mode", "hf_overrides", "get_batch_defaults", "enable_sleep_mode", "async_scheduling",
+        "logprobs_mode", "hf_overrides", "get_batch_defaults", "enable_sleep_mode", "async_scheduling", "enable_lora",
+        "max_lora_rank", "lora_target_modules",
     ),
+    FusedMoEConfig: ("is_lora_enabled", "__post_init__"),
+    LoRAModel: ("from_lora_tensors",),
+    LoRAModelManager: ("create_dummy_lora", "add_adapter", "remove_adapter", "activate_adapter"),
     WeightTransferEngine: ("init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update"),
     WeightTransferEngineFactory: ("register_engine",),
     CompilerManager: ("save_to_file",),
@@ -187,7 +196,23 @@ def _keep_logprobs_as_arrays() -> None:
     LogprobsProcessor._update_sample_logprobs = keep  # type: ignore[method-assign]
 
 
+def _keep_kernels_of_experts() -> None:
+    """Replace ``FusedMoEConfig.__post_init__``: experts use the same kernels in an engine with adapters.
+
+    With adapters in any layer, vLLM takes kernels that support adapters of experts, of which the CPU build has none.
+    The actor never adapts experts.
+    """
+    post_init = FusedMoEConfig.__post_init__
+
+    def without_adapters(self: FusedMoEConfig) -> None:
+        self.is_lora_enabled = False
+        post_init(self)
+
+    FusedMoEConfig.__post_init__ = without_adapters  # type: ignore[method-assign]
+
+
 _self_check()
+_keep_kernels_of_experts()
 _write_compile_cache_atomically()
 _keep_buffers_in_reloads()
 _keep_logprobs_as_arrays()

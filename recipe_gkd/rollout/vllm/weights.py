@@ -7,6 +7,9 @@ one code path. An update is received in one of two ways. The rank chooses for ea
   It needs memory for the weights twice.
 - *in place*: each bucket is loaded when it arrives. A transfer that fails after the first bucket leaves mixed weights,
   and the engine is invalid until a complete update succeeds.
+
+With ``lora.sync=adapter`` an update has the factors of an adapter only. They are always kept until the end, and the
+weights of the model stay those of its folder.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from recipe_gkd.rollout.update_memory import (
     memory_shortage,
     update_memory,
 )
+from recipe_gkd.rollout.vllm.adapters import Adapter
 from recipe_gkd.rollout.vllm.compat import (
     WeightTransferEngine,
     WeightTransferEngineFactory,
@@ -101,6 +105,7 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
         reload_failed: True after an error of a reload. vLLM then leaves layers without memory, or in other memory than
             CUDA graphs read, and a later update would seem to succeed.
         received: Measurements of the last received update; None before it.
+        adapter: Adapter that updates replace; None if they replace the weights of the model.
     """
 
     init_info_cls = JoinTransport
@@ -114,6 +119,7 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
         self._transport: Transport | None = None
         self._buffered: NamedTensors = []
         self._reload: ModelReload | None = None
+        self.adapter = None if self.vllm_config.lora_config is None else Adapter()
 
     def init_transfer_engine(self, init_info: JoinTransport) -> None:
         """Join a new transport, and leave the previous one."""
@@ -160,7 +166,7 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
             DeadlineError: The sender did not answer.
         """
         transport = self._joined()
-        double_buffered = update_info.double_buffered
+        double_buffered = True if self.adapter is not None else update_info.double_buffered
         if double_buffered is None:
             needed = self._update_memory(update_info.meta, update_info.bucket_bytes)
             free = free_memory(torch.device(self.device))
@@ -179,13 +185,15 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
         self.received = ReceivedUpdate(**asdict(stats), double_buffered=double_buffered)
 
     def finish_weight_update(self) -> None:
-        """Load the buffered tensors, and finalize the model.
+        """Load the buffered tensors, and finalize the model. An adapter is effective after :meth:`activate_adapter`.
 
         Raises:
-            WeightSyncError: A weight was not received.
+            WeightSyncError: A weight was not received, or the engine has no layer for a factor of an adapter.
         """
         buffered, self._buffered = self._buffered, []
-        if buffered:
+        if buffered and self.adapter is not None:
+            self.adapter.replace(self.model, buffered)
+        elif buffered:
             self._load(buffered)
         del buffered
         if (reload := self._finalize()) is not None:
@@ -194,6 +202,11 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
             reload.check_complete()
             self.has_mixed_weights = False
         self._release_cached_memory()
+
+    def activate_adapter(self) -> None:
+        """Make the model compute with the adapter. Call it after vLLM's end of an update, which removes adapters."""
+        if self.adapter is not None:
+            self.adapter.activate(self.model)
 
     def drop(self) -> None:
         """Discard the update. Layers that were loaded in part are finalized, so that the process survives."""
@@ -215,7 +228,8 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
     def _update_memory(self, meta: Sequence[TensorMeta], bucket_bytes: int) -> UpdateMemory:
         """Return the memory that an update needs on this rank."""
         plan = self._joined().plan(meta, bucket_bytes)
-        return update_memory([bucket.n_bytes for bucket in plan.buckets], largest_layer_bytes(self.model))
+        layer_bytes = largest_layer_bytes(self.model) if self.adapter is None else 0
+        return update_memory([bucket.n_bytes for bucket in plan.buckets], layer_bytes)
 
     def _release_cached_memory(self) -> None:
         """Return the memory of the buckets to the device, where other processes may need it."""

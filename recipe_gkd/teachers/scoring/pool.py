@@ -43,6 +43,8 @@ MARGIN_S = 5.0
 """Time after a request's deadline in which a scoring worker must answer."""
 KILL_TIMEOUT_S = 5.0
 """Deadline of the end of a worker's process that does not answer."""
+RESTART_TIMEOUT_S = 30.0
+"""Time in which Ray must have started a worker again, which then connects and gets a request's own time."""
 
 
 class ScoringPool:
@@ -274,7 +276,8 @@ class ScoringPool:
     ) -> PartScores | TeacherError:
         """Await the first result of a call. Cancel the call if the caller is canceled or the deadline passes.
 
-        If the worker does not answer, its process is killed. Ray then repeats the call, which has a deadline once more.
+        If the worker does not answer, its process is killed. Ray then starts another and repeats the call, which has
+        its time once more.
 
         Raises:
             TeacherTimeout: The worker did not answer twice.
@@ -285,7 +288,7 @@ class ScoringPool:
             part = await self._first_answer(rank, answer, request, n_samples, timeout_s)
             if part is None:
                 await self._kill_silent(rank, sent_at)
-                part = await self._first_answer(rank, answer, request, n_samples, timeout_s)
+                part = await self._first_answer(rank, answer, request, n_samples, timeout_s + RESTART_TIMEOUT_S)
             is_done = part is not None
         except RayError as error:
             is_done = True

@@ -348,7 +348,7 @@ class TestFaults:
                 with raises(TeacherTimeout, worker="scoring worker 0 of 1", stage=""):
                     await pool.scores(request(1), 0.5)
             assert "does not answer, and was not killed: no answer of its node" in caplog.text
-            first, second = await asyncio.gather(pool.scores(request(2), 15), pool.scores(request(3), 15))
+            first, second = await asyncio.gather(pool.scores(request(2), 4), pool.scores(request(3), 4))
             assert_scored(first, request(2).sequences)
             assert_scored(second, request(3).sequences)
             assert pool.n_restarts == 1 and caplog.text.count("its process was killed") == 1

@@ -86,6 +86,7 @@ def make_receiver(free: int, monkeypatch: pytest.MonkeyPatch, **cache: Any) -> A
 
     receiver: Any = object.__new__(vllm_weights.BucketReceiver)
     receiver.device, receiver._buffered, receiver._reload, receiver.has_mixed_weights = "cuda:0", [], None, False
+    receiver.adapter = None
     receiver.model = torch.nn.Linear(4, 4, bias=False)
     receiver.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.93, **cache))
     plan = SimpleNamespace(buckets=[SimpleNamespace(n_bytes=MIB)] * 4)

@@ -61,6 +61,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     receiver: Any = object.__new__(vllm_weights.BucketReceiver)
     receiver.model, receiver.vllm_config, receiver.model_config = Model(), None, SimpleNamespace(dtype=torch.float32)
     receiver.device, receiver.outcome, receiver._buffered, receiver._reload = "cpu", {}, [], None
+    receiver.adapter = None
     receiver.has_mixed_weights = receiver.reload_failed = False
     layerwise.record_metadata_for_reloading(receiver.model)
     yield receiver
