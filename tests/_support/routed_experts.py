@@ -78,9 +78,8 @@ class ForcedExperts:
         """Make the routers of a model use the experts."""
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         for layer, block in enumerate(model.model.layers):
-            for router in (getattr(block.mlp, name, None) for name in ("gate", "router")):
-                if router is not None:
-                    router.forward = partial(self._route, layer, n_experts_of(model.config), router.forward)
+            for router in _routers(block):
+                router.forward = partial(self._route, layer, n_experts_of(model.config), router.forward)
 
     def _before(self, model: Any, args: Any, kwargs: Any) -> None:
         [ids_N] = args[0] if args else kwargs["input_ids"]
@@ -119,20 +118,24 @@ class _GivenExperts(TorchFunctionMode):
 
 def chosen_experts(model: Any, samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples with the experts that a model of transformers chooses for all of their tokens."""
+    routed: dict[int, Tensor] = {}
+
+    def keep(layer: int, router: Any, args: Any, output: Any) -> None:
+        routed[layer] = output[2]
+
+    for layer, block in enumerate(model.model.layers):
+        for router in _routers(block):
+            router.register_forward_hook(partial(keep, layer))
     found = []
     for sample in samples:
-        routed: dict[int, Tensor] = {}
-        hooks = [
-            router.register_forward_hook(lambda _, args, output, layer=layer: routed.update({layer: output[2]}))
-            for layer, block in enumerate(model.model.layers)
-            for router in (getattr(block.mlp, name, None) for name in ("gate", "router"))
-            if router is not None
-        ]
         with torch.no_grad():
             model(torch.as_tensor(sample.token_ids).long()[None])
-        for hook in hooks:
-            hook.remove()
         unused = torch.zeros_like(next(iter(routed.values())))
         layers = [routed.get(layer, unused) for layer in range(len(model.model.layers))]
         found.append(with_routing(sample, torch.stack(layers, 1).numpy().astype(np.int16)))
     return found
+
+
+def _routers(block: Any) -> list[Any]:
+    """Return the router of a layer, or nothing if the layer is dense."""
+    return [getattr(block.mlp, name) for name in ("gate", "router") if hasattr(block.mlp, name)]
