@@ -58,6 +58,7 @@ def test_replay_of_a_bfloat16_engine_lowers_the_difference_of_log_probs(pool: Wo
         assert found[True][name] < 0.5 * found[False][name], name
 
 
+@pytest.mark.slow
 def test_option_reaches_vllm_which_refuses_it_on_a_cpu(pool: WorkerPool, tmp_path: Path) -> None:
     folder = make_family_folder(tmp_path / "model", BY_TYPE["qwen3_moe"])
     [error] = pool.run(1, start_with_error, config_for(folder, f"{ROLLOUT}.routing_replay=true"))
