@@ -13,6 +13,7 @@ import numpy as np
 
 from recipe_gkd.actor.megatron.layout_checks import ensure_heads_fit_context, ensure_layout_fits
 from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.routing_checks import check_routing_replay
 from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.actor.student_dims import load_hf_config
 from recipe_gkd.config import Config
@@ -80,6 +81,7 @@ def read_student(config: Config) -> Student:
             keys=("data.max_prompt_length", "data.max_response_length"),
         )
     check_engine_fits(dims, config)
+    check_routing_replay(dims, config)
     check_weight_files(path)
     if load_hf_config(path, trust_remote_code=model.trust_remote_code).get_text_config().tie_word_embeddings:
         check_tied_output_layer(path)

@@ -19,9 +19,10 @@ from recipe_gkd.actor.backend import Backend, LossFunction
 from recipe_gkd.actor.batch.host_arrays import ArrayPool
 from recipe_gkd.actor.batch.micro_batch_plan import MicroBatchPlan, plan_micro_batches
 from recipe_gkd.actor.learning_rate import learning_rate
-from recipe_gkd.actor.objective.loss_metrics import MAXIMA, compute_loss_metrics, sum_names
+from recipe_gkd.actor.objective.loss_metrics import MAXIMA, ROUTING, compute_loss_metrics, sum_names
 from recipe_gkd.actor.objective.objective import Objective
 from recipe_gkd.actor.offload import state_sizes
+from recipe_gkd.actor.replayed_experts import RoutingAgreement
 from recipe_gkd.actor.token_limit import AttemptFailed, TokenLimit, Vote, next_limit
 from recipe_gkd.config.conditions import uses_custom_loss
 from recipe_gkd.config.keys import key_name
@@ -79,7 +80,7 @@ class Updater:
         backend, optim = self._backend, self.config.optim
         try:
             plan, reports = self._attempts(samples, step, partial(backend.accumulate, loss=self.loss), work)
-            sums, maxima = self._reduce_over_ranks(reports)
+            sums, maxima = self._reduce_over_ranks(reports, plan.agreement)
             if not math.isfinite(sums["actor/loss"]):
                 uids = [uid for report in reports for uid in report["uids_T"][_is_not_finite(report["loss_T"])]]
                 raise self._not_finite_error(step, "the loss is not finite in the samples with uid", uids)
@@ -258,7 +259,9 @@ class Updater:
         if self._backend.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _reduce_over_ranks(self, reports: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
+    def _reduce_over_ranks(
+        self, reports: Sequence[dict[str, Any]], agreement: RoutingAgreement
+    ) -> tuple[dict[str, float], dict[str, float]]:
         """Return sums over the global batch and maxima over it and over the ranks, equal on all ranks. Collective."""
         layout, device = self._backend.layout, self._backend.device
         names = sum_names(self._gkd, self._teachers)
@@ -266,6 +269,8 @@ class Updater:
         if layout.counts_tokens:
             for report in reports:
                 sums += torch.stack([report["sums"][name] for name in names])
+        # Each rank has other choices: of other tokens, or in other layers.
+        names, sums = [*names, *ROUTING], torch.cat([sums, agreement.sums(device)])
         own_maxima = {"perf/max_memory_allocated_gb": torch.tensor(_peak_memory_bytes(device) / GIB)}
         zero = sums.new_zeros(())
         own_maxima |= {

@@ -93,6 +93,8 @@ class ConversationState:
         if any(len(ids) for _, ids in appended):
             before_N = np.repeat([end for end, _ in appended], [len(ids) for _, ids in appended]).astype(np.int32)
             inserted = InsertedTokens(ids_N=_joined([ids for _, ids in appended], np.int32), before_N=before_N)
+        routed = self._routed_experts()
+        rewrites = [(end, tokens.ids) for end, tokens in between if tokens.is_rewrite]
         student_ids = [turn.student_ids_TJ for turn in turns if turn.student_ids_TJ is not None]
         return Response(
             uid=self.prompt.uid,
@@ -103,7 +105,11 @@ class ConversationState:
             versions_T=_joined([turn.versions_T for turn in turns], np.int32),
             student_ids_TJ=np.concatenate(student_ids) if student_ids else None,
             inserted=inserted,
-            rewrites=tuple(Rewrite(before=end, context_ids=tokens.ids) for end, tokens in between if tokens.is_rewrite),
+            rewrites=tuple(
+                Rewrite(before=end, context_ids=ids, routed_experts_PX=experts_PX)
+                for (end, ids), experts_PX in zip(rewrites, routed[1:], strict=False)
+            ),
+            routed_experts_PX=routed[0],
             transcript=Transcript(
                 messages=self.messages,
                 n_turns=len(turns),
@@ -117,6 +123,22 @@ class ConversationState:
                 failure=failure,
             ),
         )
+
+    def _routed_experts(self) -> list[np.ndarray | None]:
+        """Return the experts of each sequence. A turn adds the rows of the tokens that no turn before it had computed.
+
+        Later turns have rows for all tokens before them, but others if the weights have changed.
+        """
+        found: list[np.ndarray | None] = [None]
+        for number, turn in enumerate(self.turns):
+            if number and self.between[number - 1].is_rewrite:
+                found.append(None)
+            before_PX, turn_PX = found[-1], turn.routed_experts_PX
+            if before_PX is None or turn_PX is None:
+                found[-1] = before_PX if turn_PX is None else turn_PX
+            else:
+                found[-1] = np.concatenate([before_PX, turn_PX[len(before_PX) :]])
+        return found
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:

@@ -26,7 +26,12 @@ def parts_of(prompt: Prompt, response: Response) -> list[tuple[Prompt, Response]
     starts = [0, *(rewrite.before for rewrite in response.rewrites)]
     prompts = [prompt, *(_with_context(prompt, rewrite.context_ids) for rewrite in response.rewrites)]
     ends = [*starts[1:], len(response.ids)]
-    return [(context, _part(response, start, end)) for context, start, end in zip(prompts, starts, ends, strict=True)]
+    routed = [response.routed_experts_PX, *(rewrite.routed_experts_PX for rewrite in response.rewrites)]
+    parts = [
+        replace(_part(response, start, end), routed_experts_PX=experts_PX)
+        for start, end, experts_PX in zip(starts, ends, routed, strict=True)
+    ]
+    return list(zip(prompts, parts, strict=True))
 
 
 def as_sampled(prompt: Prompt, response: Response) -> Prompt:

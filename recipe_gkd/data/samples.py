@@ -2,7 +2,7 @@
 
 Arrays belong to one sample and are not padded until the actor packs them.
 Axes: P prompt tokens, T response tokens, K ids of the support (the teacher's top-k by default), J ids of the student,
-N tokens between the turns of a conversation.
+N tokens between the turns of a conversation, X the layers and experts of a token.
 
 In a conversation with several turns, the response tokens are what the student sampled in all turns. Everything that
 counts response tokens (losses, metrics, weights, positions) therefore leaves out what others inserted.
@@ -67,10 +67,12 @@ class Rewrite:
     Attributes:
         before: Index of the first response token behind it, from 1 to T - 1.
         context_ids: All tokens before this one, int32 [P].
+        routed_experts_PX: Experts of the sequence that begins with ``context_ids``; see :class:`Response`.
     """
 
     before: int
     context_ids: np.ndarray
+    routed_experts_PX: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,9 @@ class Response:
             and in the actor.
         prompt_ids: Prompt that the environment of the conversation has set, int32 [P]. None: the row's.
         start: Index of the first token in the whole response, of which this is a part; 0 for a whole one.
+        routed_experts_PX: Ids of the experts that the engine chose for the first tokens of prompt and response, int16
+            [P, layers, experts of a token] (``rollout.routing_replay``). Entries of layers without experts are unused.
+            The actor chooses the experts of tokens with -1, and of those without a row. None without replay.
     """
 
     uid: int
@@ -111,6 +116,7 @@ class Response:
     transcript: Transcript | None = None
     prompt_ids: np.ndarray | None = None
     start: int = 0
+    routed_experts_PX: np.ndarray | None = None
 
     @property
     def is_left_out(self) -> bool:

@@ -113,6 +113,7 @@ def _build(options: EngineOptions) -> LLMEngine:
         **step_budget(options, vllm.default_batched_tokens(options.tensor_parallel_size)),
         skip_tokenizer_init=True,
         max_logprobs=options.max_logprobs,
+        enable_return_routed_experts=options.return_routed_experts,
         logprobs_mode="raw_logprobs",  # at temperature 1 and over all tokens, independent of the sampling parameters
         disable_log_stats=True,
         use_tqdm_on_load=False,

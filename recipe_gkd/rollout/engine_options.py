@@ -39,6 +39,7 @@ class EngineOptions:
             vLLM. A CPU never does.
         trust_remote_code: If True, the model folder may contain Python code.
         max_logprobs: Maximum number of likeliest ids that are returned with a token.
+        return_routed_experts: If True, responses have the experts of their tokens. CUDA only.
         n_tokens: Ids of the tokenizer. Larger ids are padding of the output layer and get probability 0. None if there
             is no padding.
         adapters: Adapters that the engine adds to the weights of the folder; None: updates replace the weights.
@@ -60,6 +61,7 @@ class EngineOptions:
     enable_sleep_mode: bool = False
     async_scheduling: bool | None = None
     max_logprobs: int = 0
+    return_routed_experts: bool = False
     adapters: AdapterOptions | None = None
 
     @classmethod
@@ -92,5 +94,6 @@ class EngineOptions:
             enable_sleep_mode=device == "cuda" and hybrid and rollout.sleep_level > 0,
             async_scheduling=rollout.async_scheduling,
             max_logprobs=Support.of(config).n_student_ids,
+            return_routed_experts=rollout.routing_replay,
             adapters=adapter_options(config, folder_shapes(model.path)) if sends_adapters(config) else None,
         )

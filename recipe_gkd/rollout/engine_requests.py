@@ -185,6 +185,7 @@ def to_response(uid: int, output: RequestOutput, version: int) -> Response:
         finish_reason=completion.finish_reason or "length",
         weights_version=min(versions_T.tolist(), default=version),
         versions_T=versions_T.astype(np.int32),
+        routed_experts_PX=None if completion.routed_experts is None else completion.routed_experts.astype(np.int16),
         student_ids_TJ=np.where(logps_TX > -np.inf, ids_TX, np.int32(-1))[:, 1:] if logps_TX.shape[1] > 1 else None,
     )
 

@@ -9,7 +9,7 @@ Transformer Engine exchanges keys and values between the ranks, the local attent
 :mod:`~recipe_gkd.actor.head_exchange`.
 
 Inputs and outputs are numpy arrays. Shape suffixes: N tokens of the whole padded row, M = N / C rows of one rank, T
-response tokens.
+response tokens, X layers and experts of a token.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ def shard_for_context(
     for name in (*token_fields.NAMES, "logps_TK", "ids_TK"):
         whole = getattr(packed, name)
         own[name] = np.compress(is_own_T, whole, axis=0, out=allocate((n_own, *whole.shape[1:]), whole.dtype))
+    routed_NX = packed.routed_experts_NX
+    if routed_NX is not None:
+        whole_NX = np.full((len(whole_ids_N), *routed_NX.shape[1:]), -1, routed_NX.dtype)
+        whole_NX[row_of] = routed_NX
+        own["routed_experts_NX"] = whole_NX[own_rows_M]
     own["loss_rows_T"] = loss_rows_T[is_own_T].astype(packed.loss_rows_T.dtype)
     shard = ContextShard(
         **own, token_ids_N=whole_ids_N[own_rows_M], lengths=padded.tolist(), own_rows_M=own_rows_M, cp_size=cp_size

@@ -1,6 +1,7 @@
 """A packed micro-batch as tensors on the training device.
 
-Shape suffixes: N tokens of a packed row, T response tokens, K teacher top-k, R positions of the top-k overlap.
+Shape suffixes: N tokens of a packed row, T response tokens, K teacher top-k, R positions of the top-k overlap, X
+layers and experts of a token.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class DeviceBatch(TokenFields[Tensor]):
         ids_TK: Teacher's top-k token ids, int64.
         position_buckets_T: Index in ``POSITION_BUCKETS`` of the token's position in its response, int64.
         overlap_rows_R: Evenly spaced tokens that a teacher scored, int64, at most ``MAX_OVERLAP_POSITIONS``.
+        routed_experts_NX: Experts that the engine chose, int16 [N, layers, experts of a token]; None without replay.
         weights: Weight of each token in each loss term, [T] by name; see :mod:`~recipe_gkd.actor.objective.loss_terms`.
     """
 
@@ -39,6 +41,7 @@ class DeviceBatch(TokenFields[Tensor]):
     position_buckets_T: Tensor
     overlap_rows_R: Tensor
     weights: dict[str, Tensor]
+    routed_experts_NX: Tensor | None = None
 
 
 def to_device(staged: StagedBatch, device: torch.device) -> DeviceBatch:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.backend import Backend
@@ -21,6 +22,7 @@ from recipe_gkd.actor.batch.sample_checks import check_samples
 from recipe_gkd.actor.batch.staging import StagedBatch, stage
 from recipe_gkd.actor.objective.loss_terms import GlobalDenominators
 from recipe_gkd.actor.ranks import Layout
+from recipe_gkd.actor.replayed_experts import ReplayedExperts, RoutingAgreement
 from recipe_gkd.config.schema import ActorConfig, AggregationMode
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import DataError, SecondaryFailure
@@ -45,6 +47,7 @@ class MicroBatchPlan:
         before_reduction: Called on each rank after the last backward pass and before any gradient is reduced, which
             then cannot overlap with the computation. No rank waits for another one before this call. It may raise an
             error, after which the backend can be used again. None: gradients are reduced as early as possible.
+        agreement: Receives the engine's choices of experts that the actor would have made itself.
     """
 
     groups: Sequence[Sequence[Sample]]
@@ -58,6 +61,7 @@ class MicroBatchPlan:
     version: int | None = None
     allocate: Allocate = np.empty
     before_reduction: Callable[[], None] | None = None
+    agreement: RoutingAgreement = field(default_factory=RoutingAgreement)
 
     def row_length(self, index: int) -> int:
         """Return the number of rows of a micro-batch, [N] of its packed arrays, without packing it.
@@ -87,6 +91,19 @@ class MicroBatchPlan:
             allocate=self.allocate,
         )
         return stage(packed, weights, self.device, attention=self.attention, allocate=self.allocate)
+
+    def replayed(self, routed_experts_NX: Tensor | None) -> ReplayedExperts | None:
+        """Return the experts of the tokens of the next micro-batch on this rank.
+
+        Args:
+            routed_experts_NX: Experts of the micro-batch; None if the actor chooses.
+        """
+        if routed_experts_NX is None:
+            return None
+        layout = self.layout
+        # Mixtures of experts have sequence parallelism if they have tensor parallelism.
+        ids = routed_experts_NX.chunk(layout.tp_size)[layout.tp_rank]
+        return ReplayedExperts(ids=ids, number=self.agreement.next_number(), agreement=self.agreement)
 
     def _group(self, index: int) -> Sequence[Sample]:
         return self.groups[index] if index < len(self.groups) else []

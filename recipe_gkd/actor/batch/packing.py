@@ -1,6 +1,7 @@
 """Division of a shard into micro-batches, and packed rows of tokens.
 
-Inputs and outputs are numpy arrays. Shape suffixes: N tokens of a packed row, T response tokens in it, K teacher top-k.
+Inputs and outputs are numpy arrays. Shape suffixes: N tokens of a packed row, T response tokens in it, K teacher top-k,
+X layers and experts of a token, P tokens with experts of a sequence.
 """
 
 from __future__ import annotations
@@ -60,12 +61,15 @@ class PackedBatch(TokenFields[np.ndarray]):
         logps_TK: Teacher's top-k log-probabilities, float32 [T, K], or float16 if the scores are; -inf in unused
             entries. K is 0 if the teacher's arrays are omitted.
         ids_TK: Teacher's top-k token ids, int32 [T, K]; -1 in unused entries.
+        routed_experts_NX: Experts that the engine chose for each token, int16 [N, layers, experts of a token]; -1 where
+            the actor chooses. None if no sample has experts.
     """
 
     token_ids_N: np.ndarray
     lengths: list[int]
     logps_TK: np.ndarray
     ids_TK: np.ndarray
+    routed_experts_NX: np.ndarray | None = None
 
     @property
     def position_ids_N(self) -> np.ndarray:
@@ -116,6 +120,7 @@ def pack(
         sequence_T=np.repeat(sequence, response_lengths).astype(np.int32),
         logps_TK=logps_TK,
         ids_TK=ids_TK,
+        routed_experts_NX=_pack_routed_experts(samples, lengths),
         **pack_fields(samples, version),
     )
 
@@ -172,6 +177,20 @@ def _pack_teacher(samples: Sequence[Sample], allocate: Allocate) -> tuple[np.nda
         if width < k:
             logps_TK[rows, width:], ids_TK[rows, width:] = -np.inf, -1
     return logps_TK, ids_TK
+
+
+def _pack_routed_experts(samples: Sequence[Sample], lengths: Sequence[int]) -> np.ndarray | None:
+    """Return the experts of all input tokens, [N, layers, experts of a token]; None if no sample has them."""
+    routed = [sample.response.routed_experts_PX for sample in samples]
+    shape = next((rows_PX.shape[1:] for rows_PX in routed if rows_PX is not None), None)
+    if shape is None:
+        return None
+    packed_NX = np.full((sum(lengths), *shape), -1, np.int16)
+    starts = np.cumsum([0, *lengths])
+    for rows_PX, start, length in zip(routed, starts, lengths, strict=False):  # a last sequence is padding
+        if rows_PX is not None:
+            packed_NX[start : start + length][: len(rows_PX)] = rows_PX[:length]
+    return packed_NX
 
 
 def bucket_by_length(lengths: Sequence[int], least_fill: float = 0.75) -> list[np.ndarray]:

@@ -37,7 +37,8 @@ class StagedBatch:
     Attributes:
         tensors: Tensors by name: ``PACKED_ARRAYS``, indices of the attention (``boundaries``; if its kernel reads them,
             also ``block/0``, ..., ``unpack_index_N``, and with context parallelism ``by_rank_N`` and
-            ``by_sequence_N``), ``position_buckets_T``, ``overlap_rows_R``, and ``weight/<loss term>``.
+            ``by_sequence_N``), ``position_buckets_T``, ``overlap_rows_R``, ``weight/<loss term>``, and if samples have
+            experts ``routed_experts_NX``.
         block: Pinned memory that contains all tensors, uint8; None for a CPU.
         max_length: Length of the longest sequence.
         uniform_length: Length of all sequences if they are equally long; else None.
@@ -83,6 +84,8 @@ def stage(
         allocate: Allocates the widened arrays of a CPU.
     """
     arrays = {name: getattr(packed, name) for name in PACKED_ARRAYS} | _attention_indices(packed, attention)
+    if packed.routed_experts_NX is not None:
+        arrays["routed_experts_NX"] = packed.routed_experts_NX
     arrays["position_buckets_T"] = _position_buckets(packed.positions_T)
     arrays["overlap_rows_R"] = _evenly_spaced(np.flatnonzero(packed.has_teacher_T), MAX_OVERLAP_POSITIONS)
     arrays |= {f"weight/{name}": weights_T for name, weights_T in weights.items()}

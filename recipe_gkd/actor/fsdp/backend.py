@@ -30,12 +30,15 @@ from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
 from recipe_gkd.actor.fsdp.offloaded_tensors import state_tensors
 from recipe_gkd.actor.fsdp.optimizer import clip_and_step, gradient_norm, keep_padding_rows, make_optimizer
 from recipe_gkd.actor.fsdp.output_layer import ensure_output_layer_is_last
+from recipe_gkd.actor.fsdp.packing import RowStyle
+from recipe_gkd.actor.fsdp.routing_replay import add_replay
 from recipe_gkd.actor.fsdp.style_check import choose_style
 from recipe_gkd.actor.fsdp.weights import export_weights, weights_meta
 from recipe_gkd.actor.offload import OffloadedStates
 from recipe_gkd.actor.ranks import Layout, RankSpec, join_ranks, leave_ranks
 from recipe_gkd.config.schema import Config, OptimConfig
 from recipe_gkd.config.schema.actor import ActorState
+from recipe_gkd.errors import ModelError
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from teacher.common.head_dtype import wants_float32_head
 
@@ -82,6 +85,9 @@ class FsdpBackend:
         if config.gkd.fuse_lm_head:
             ensure_output_layer_is_last(module, self.device)
         choice = choose_style(module, device=self.device, dtype=self.dtype)
+        if config.actor_rollout_ref.rollout.routing_replay:
+            _ensure_packed(choice.style)
+            add_replay(module)
         self.attention, self._warnings = choice.kernel, choice.warnings
         is_half = fsdp.dtype != "float32"
         self.model = FsdpModel(
@@ -191,6 +197,14 @@ def _mesh(spec: RankSpec, fsdp_size: int) -> DeviceMesh:
         return init_device_mesh(spec.device, (spec.world_size,), mesh_dim_names=("shard",))
     sizes = (spec.world_size // fsdp_size, fsdp_size)
     return init_device_mesh(spec.device, sizes, mesh_dim_names=("replicate", "shard"))
+
+
+def _ensure_packed(style: RowStyle) -> None:
+    if style is not RowStyle.PACKED:
+        raise ModelError(
+            "actor_rollout_ref.rollout.routing_replay=true, but this model cannot compute sequences packed in one row",
+            remedy="set it to false",
+        )
 
 
 def _sizes(mesh: DeviceMesh) -> dict[str, int]:

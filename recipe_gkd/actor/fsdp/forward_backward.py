@@ -22,6 +22,7 @@ from recipe_gkd.actor.fsdp.loading import resharded
 from recipe_gkd.actor.fsdp.output_layer import select_rows
 from recipe_gkd.actor.fsdp.packed_attention import attending
 from recipe_gkd.actor.fsdp.packing import model_input
+from recipe_gkd.actor.fsdp.routing_replay import replaying
 from recipe_gkd.actor.objective.objective import MicroBatchLosses
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.losses.student_output import StudentOutput, student_output
@@ -56,7 +57,7 @@ def run_micro_batches(
             model.module.set_requires_all_reduce(index == n_passes - 1)  # once among copies of the model
             batch = to_device(staged, model.device)
             # The backward pass too: with gradient checkpointing it calls the attention again.
-            with attending(batch.row, plan.attention):
+            with attending(batch.row, plan.attention), replaying(plan.replayed(batch.routed_experts_NX)):
                 losses = loss(run_model(model, batch, gkd), batch)
                 (losses.loss_T.sum() / n_tokens).backward()
             reports.append(_report(losses, staged.uids_T))
@@ -82,7 +83,7 @@ def evaluate_micro_batches(
         for index in range(plan.count):
             staged = plan.stage(index)
             batch = to_device(staged, model.device)
-            with attending(batch.row, plan.attention):
+            with attending(batch.row, plan.attention), replaying(plan.replayed(batch.routed_experts_NX)):
                 reports.append(_report(loss(run_model(model, batch, gkd), batch), staged.uids_T))
     return reports
 

@@ -63,7 +63,7 @@ def run_micro_batches(
         with select_logit_rows(
             chunk, batch.loss_rows_T, skip_lm_head=gkd.fuse_lm_head, float32_head=model.float32_head
         ) as rows:
-            row = PackedSequences.of(batch.row)
+            row = PackedSequences.of(batch.row, plan.replayed(batch.routed_experts_NX))
             output_1TX = chunk(batch.token_ids_1N, batch.position_ids_1N, None, packed_seq_params=row)
         weight_WD = rows.weight_WD
 

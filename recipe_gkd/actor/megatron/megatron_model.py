@@ -23,6 +23,7 @@ from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.megatron.optimizer import wrap_and_optimize
 from recipe_gkd.actor.megatron.packed_attention import attention_kernel
 from recipe_gkd.actor.megatron.parallel import init_parallel
+from recipe_gkd.actor.megatron.routing_replay import add_replay
 from recipe_gkd.actor.megatron.transformer_impl import impl_setting
 from recipe_gkd.actor.ranks import Layout, RankSpec
 from recipe_gkd.config.schema import Config
@@ -88,6 +89,8 @@ def build_megatron_model(config: Config, spec: RankSpec) -> MegatronModel:
     ddp = ddp_config(megatron, overlaps=device.type == "cuda" and spec.world_size > n_model_ranks)
     layout = init_parallel(config, spec)
     chunks = build_chunks(dims, transformer, device)
+    if config.actor_rollout_ref.rollout.routing_replay:
+        add_replay(chunks)
     load_hf(Path(model.path), chunks, dims, layout)
     weights = local_weights(chunks, dims, layout)
     lora = add_adapters(chunks, adapted, weights, dims, layout, actor.lora, config.data.seed) if adapted else None

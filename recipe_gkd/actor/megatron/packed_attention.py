@@ -19,6 +19,7 @@ from torch import Tensor
 from recipe_gkd.actor.attention_kernels import AttentionKernel, choose_attention
 from recipe_gkd.actor.head_exchange import gather_rows, scatter_rows
 from recipe_gkd.actor.packed_row import PackedRow, attend
+from recipe_gkd.actor.replayed_experts import ReplayedExperts
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -32,13 +33,15 @@ class PackedSequences(PackedSeqParams):
         row: The same for :class:`PackedAttention` and
             :class:`~recipe_gkd.actor.megatron.rotary.PackedRotaryEmbedding`. Transformer Engine reads the inherited
             fields.
+        experts: Experts of the tokens for :mod:`~recipe_gkd.actor.megatron.routing_replay`. None: the routers choose.
     """
 
     row: PackedRow | None = None
+    experts: ReplayedExperts | None = None
 
     @classmethod
-    def of(cls, row: PackedRow) -> PackedSequences:
-        """Return the parameters for a row."""
+    def of(cls, row: PackedRow, experts: ReplayedExperts | None = None) -> PackedSequences:
+        """Return the parameters for a row, and the experts of its tokens."""
         return cls(
             qkv_format="thd",
             cu_seqlens_q=row.boundaries,
@@ -46,6 +49,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=row.max_length,
             max_seqlen_kv=row.max_length,
             row=row,
+            experts=experts,
         )
 
 

@@ -34,6 +34,8 @@ MAXIMA = ("actor/rollout_probs_diff_max",)
 OVERLAP = ("actor/topk_overlap", "n_overlap")
 """Numerator and denominator of the only mean over a selection of rows. The objective computes it first, because the
 gradient overwrites the logits."""
+ROUTING = ("actor/routing_agreement", "n_routed")
+"""Numerator and denominator of the mean over choices of experts, which each rank counts in its own layers."""
 
 POSITION_WEIGHT = "position_weight"
 """Name of the weights of tokens among the losses of a micro-batch."""
@@ -48,6 +50,7 @@ OTHER_METRICS = (
     "actor/oom_splits",
     "actor/max_token_len",
     OVERLAP[0],
+    ROUTING[0],
     *MAXIMA,
 )
 
@@ -217,6 +220,6 @@ def compute_loss_metrics(
         maxima: Maxima over the global batch or the ranks, by name.
     """
     found = {name: value for name, value in maxima.items() if name not in MAXIMA or sums["n_sampled"]}
-    quotients = {mean.name: mean.over.name for mean in token_means(gkd, teachers)} | {OVERLAP[0]: OVERLAP[1]}
+    quotients = {mean.name: mean.over.name for mean in token_means(gkd, teachers)} | dict([OVERLAP, ROUTING])
     found |= {name: sums[name] / sums[number] for name, number in quotients.items() if sums[number]}
     return found | {"actor/n_tokens": sums["n_tokens"], "actor/distill_coef": gkd.distill_loss_coef}

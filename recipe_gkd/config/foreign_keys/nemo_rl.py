@@ -56,6 +56,7 @@ NEMO_RL = Project(
                 "sequence_parallel",
             )
         ),
+        same("policy.router_replay.enabled", key=f"{ROLLOUT}.routing_replay"),
         same("policy.dynamic_batching.enabled", key=f"{ACTOR}.use_dynamic_bsz"),
         same("policy.dynamic_batching.train_mb_tokens", key=f"{ACTOR}.max_token_len"),
         other("policy.sequence_packing.*", advice=PACKED, fixed=ANY),

@@ -72,6 +72,14 @@ VERL = Project(
             "`rollout.max_tool_response_length`",
             fixed=ANY,
         ),
+        same(f"{ROLLOUT}.enable_rollout_routing_replay", key=f"{ROLLOUT}.routing_replay"),
+        other(
+            f"{ACTOR}.router_replay.mode",
+            f"{ACTOR}.megatron.router_replay.mode",
+            advice=f"`{ROLLOUT}.routing_replay=true`, which is R3; there is no R2",
+            fixed=("disabled",),
+            values={"r3": f"{ROLLOUT}.routing_replay=true"},
+        ),
         same(f"{ROLLOUT}.engine_kwargs.vllm.async_scheduling", key=f"{ROLLOUT}.async_scheduling"),
         other(
             f"{ROLLOUT}.engine_kwargs",

@@ -142,6 +142,11 @@ class RolloutEngineConfig:
         "cannot release weights, so 1 and 2 release the KV cache.",
         unused=[needs(lambda config: config.actor_rollout_ref.hybrid_engine, True)],
     )
+    routing_replay: bool = key(
+        "For a mixture of experts: the actor uses the experts that the engine chose for each token and layer, with the "
+        "weights of its own router; see docs/actor.md. Other rounding in engine and actor then selects no other "
+        "experts. Not on a CPU."
+    )
     mismatch_bound: MismatchBound = key(
         "Largest mean difference, in nats, between the log-probabilities that an engine reports for tokens it samples "
         "with the newest weights and the actor's for the same tokens. More is a warning, and after "

@@ -93,7 +93,7 @@ _REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
     EngineArgs: (
         "kv_cache_memory_bytes", "worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init",
         "logprobs_mode", "hf_overrides", "get_batch_defaults", "enable_sleep_mode", "async_scheduling", "enable_lora",
-        "max_lora_rank", "lora_target_modules",
+        "max_lora_rank", "lora_target_modules", "enable_return_routed_experts",
     ),
     FusedMoEConfig: ("is_lora_enabled", "__post_init__"),
     LoRAModel: ("from_lora_tensors",),
@@ -101,7 +101,7 @@ _REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
     WeightTransferEngine: ("init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update"),
     WeightTransferEngineFactory: ("register_engine",),
     CompilerManager: ("save_to_file",),
-    CompletionOutput: ("weight_versions",),
+    CompletionOutput: ("weight_versions", "routed_experts"),
     LogprobsProcessor: ("_update_sample_logprobs",),
     layerwise: ("materialize_layer",),
     multiproc_executor: ("get_file_store_init_method", "MultiprocExecutor"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ def reference_training(
     lr: float = 0.01,
     clip: float = 0.5,
     decay: float = 0.05,
+    prepare: Callable[[Any], None] | None = None,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Train a Hugging Face model with one step per batch.
 
@@ -32,6 +34,7 @@ def reference_training(
         objective: Objective of each batch.
         clip: Maximum gradient norm.
         decay: Weight decay of matrices.
+        prepare: Changes the model before the training.
 
     Returns:
         Metrics of each step, and the weights after the last step under the names of a saved folder.
@@ -42,6 +45,8 @@ def reference_training(
         attn_implementation="eager",  # the only one that supports all options of attention layers
         experts_implementation="eager",  # the grouped implementation does not support float64
     )
+    if prepare is not None:
+        prepare(model)
     metrics = train_reference(model, batches, objective, lr=lr, clip=clip, decay=decay)
     with tempfile.TemporaryDirectory() as path:  # saving converts a mixture-of-experts model's weights and their names
         model.save_pretrained(path)

@@ -16,6 +16,7 @@ from recipe_gkd.actor.batch.token_fields import TokenFields
 from recipe_gkd.actor.objective.loss_terms import GlobalDenominators, loss_term_masks
 from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
 from recipe_gkd.data.samples import Sample, TeacherTopK
+from tests._support.routed_experts import with_routing
 from tests._support.tiny_models import TOP_K, make_samples, without_empty
 
 SAMPLES = make_samples(40)
@@ -145,6 +146,43 @@ class TestTokenFields:
         if source := one.metadata.get("of_sample"):
             of_tokens = [source(sample) for sample in samples for _ in sample.response.ids]
             np.testing.assert_array_equal(expected, np.array(of_tokens, expected.dtype))
+
+
+class TestRoutedExperts:
+    @pytest.mark.parametrize("cp_size", [1, 2])
+    def test_experts_reach_the_device_with_their_token(self, cp_size: int) -> None:
+        """Each expert is the id of its token, so that both can be compared after the division among context ranks."""
+        first, second, third = without_empty(SAMPLES)[:3]
+
+        def ids_PX(sample: Sample, n_tokens: int) -> np.ndarray:
+            return np.broadcast_to(sample.token_ids[:n_tokens, None, None].astype(np.int16), (n_tokens, 2, 3))
+
+        samples = [
+            with_routing(first, ids_PX(first, first.n_tokens - 1)),
+            second,
+            with_routing(third, ids_PX(third, 2)),
+        ]
+        packed = pack(samples, multiple_of=4)
+        for cp_rank in range(cp_size):
+            part, weights = shard_for_context(packed, {}, cp_rank=cp_rank, cp_size=cp_size)
+            batch = to_device(stage(part, weights, torch.device("cpu")), torch.device("cpu"))
+            found_NX = batch.routed_experts_NX
+            assert found_NX is not None and found_NX.dtype == torch.int16
+            assert found_NX.shape == (len(part.token_ids_N), 2, 3)
+            is_given_N = (found_NX >= 0).all((1, 2))
+            assert torch.equal(found_NX[is_given_N, 0, 0].long(), batch.token_ids_1N[0][is_given_N])
+        assert packed.routed_experts_NX is not None
+        given_N = (packed.routed_experts_NX >= 0).all((1, 2))
+        n_first, n_second = first.n_tokens - 1, second.n_tokens - 1
+        assert given_N.tolist() == [True] * n_first + [False] * n_second + [True] * 2 + [False] * (
+            len(given_N) - n_first - n_second - 2
+        )
+
+    def test_batch_without_experts_has_no_array(self) -> None:
+        packed = pack(SAMPLES[:3])
+        assert packed.routed_experts_NX is None
+        batch = to_device(stage(packed, {}, torch.device("cpu")), torch.device("cpu"))
+        assert batch.routed_experts_NX is None
 
 
 class TestTeacherTopK:

@@ -14,6 +14,7 @@ from recipe_gkd.data.parts import by_response, parts_of, turns_T
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 
 PROMPT = Prompt(uid=7, ids=np.array([1, 2, 3], np.int32), row=0)
+REWRITE = NextTokens(ids=np.array([1, 2, 3, 4, 5], np.int32), is_rewrite=True)
 
 
 def turn(n_tokens: int, first: int, version: int) -> Response:
@@ -74,6 +75,22 @@ def test_each_token_is_in_one_part_behind_the_tokens_that_it_was_sampled_from(
             assert part.finish_reason == "stop" and part.weights_version == part.versions_T[0]
             (prompt, part), n_turns = next(found), 0
     assert next(found, None) is None
+
+
+def test_each_token_has_the_experts_of_the_turn_that_computed_it_first() -> None:
+    """The experts of a turn are its number. An engine returns them for all tokens but the last one."""
+    state = ConversationState(PROMPT)
+    for number, tokens in enumerate([NextTokens(ids=np.arange(2, dtype=np.int32), is_rewrite=False), REWRITE, REWRITE]):
+        n_computed = len(state.context_ids) + 4 - 1
+        experts_PX = np.full((n_computed, 1, 2), number, np.int16)
+        state.turns.append(replace(turn(4, 10, number), routed_experts_PX=experts_PX))
+        state.between.append(tokens)
+    response = state.response("stop", version=0, environment_s=0, n_restarts=0)
+    (_, first), (prompt, second) = parts_of(PROMPT, response)
+    # 3 tokens of the prompt and 3 of the first turn, then its last token, 2 other tokens and 3 of the second turn
+    assert first.routed_experts_PX is not None and second.routed_experts_PX is not None
+    assert first.routed_experts_PX[:, 0, 0].tolist() == [0] * 6 + [1] * 6
+    assert len(prompt.ids) == 5 and second.routed_experts_PX[:, 0, 0].tolist() == [2] * 8
 
 
 def test_teacher_sees_its_own_prompt_in_each_part() -> None:

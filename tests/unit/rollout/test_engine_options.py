@@ -46,6 +46,10 @@ class TestEngineOptions:
         keys = f"{ROLLOUT}.dtype={dtype}", f"actor_rollout_ref.model.head_dtype={head_dtype}"
         assert options_for(device, *keys).float32_head is expected
 
+    def test_from_config_requests_experts_for_routing_replay_only(self) -> None:
+        assert options_for("cuda", f"{ROLLOUT}.routing_replay=true").return_routed_experts
+        assert not options_for("cuda").return_routed_experts
+
     @pytest.mark.parametrize(
         ("device", "hybrid", "level", "expected"),
         [("cuda", True, 1, True), ("cuda", True, 2, True), ("cuda", True, 0, False), ("cuda", False, 2, False),
