@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Distill a small teacher into a student on the CPU of this machine, with Megatron-core, vLLM, Ray and a ZeroMQ teacher.
 #
-#   bash launch/quickstart.sh [--fresh] [--self] [--config-name NAME] [--run-folder] [key=value ...]
+#   bash launch/quickstart.sh [--fresh] [--self | --family NAME | --config-name NAME] [--run-folder] [key=value ...]
 #
 # Sets up .venv, creates an arithmetic task with a trained teacher and a partly trained student, starts the teacher,
 # distills, evaluates, prints a table and writes outputs/quickstart/report.json. Completed stages are not repeated. The
@@ -10,6 +10,8 @@
 #   --fresh              remove the previous results under outputs/quickstart (.venv is kept). The models' weights are
 #                        packaged; `.venv/bin/python -m recipe_gkd.quickstart.prepare --fresh` trains them instead
 #   --self               self-distillation: the teacher is the initial student with the solution in its prompt
+#   --family NAME        a student of another model family, trained with FSDP: qwen3_moe, a mixture of experts,
+#                        or qwen3_next, a hybrid of gated delta net and attention
 #   --config-name NAME   configuration: quickstart (default), or quickstart_simple: FSDP and one pool of devices
 #   key=value            any key of `python -m recipe_gkd.config`, such as trainer.scheduler=two_step_off; each
 #                        configuration with its keys is a separate run under outputs/quickstart/runs/
@@ -32,6 +34,8 @@ while [ $# -gt 0 ]; do
     --fresh) fresh=1 ;;
     --run-folder) only_folder=1 ;;
     --self) config=quickstart_self ;;
+    --family) [ $# -ge 2 ] || refuse "--family needs a name (see --help)"; config=quickstart_$2; shift ;;
+    --family=*) config=quickstart_${1#*=} ;;
     --config-name) [ $# -ge 2 ] || refuse "--config-name needs a name (see --help)"; config=$2; shift ;;
     --config-name=*) config=${1#*=} ;;
     trainer.experiment_name=*|trainer.default_local_dir=*|++trainer.experiment_name=*|++trainer.default_local_dir=*)
@@ -51,8 +55,13 @@ QUICKSTART_DIR=$(new_path "${QUICKSTART_DIR:-}")
 export QUICKSTART_DIR=${QUICKSTART_DIR:-outputs/quickstart} OMP_NUM_THREADS=1
 export PROXY_FRONTEND_PORT=${PROXY_FRONTEND_PORT:-15555} PROXY_BACKEND_PORT=${PROXY_BACKEND_PORT:-15556}
 python=.venv/bin/python
-teacher=teacher student=student max_model_len=64 for_self=()
-if [ "$config" = quickstart_self ]; then teacher=self_student student=self_student max_model_len=96 for_self=(--self); fi
+teacher=teacher student=student max_model_len=64 models=() dtype=float32
+case "$config" in
+  quickstart_self) teacher=self_student student=self_student max_model_len=96 models=(--self) ;;
+  quickstart_qwen3_*) student=${config#quickstart_} models=(--family "$student") ;;
+esac
+# vLLM's CPU build computes gated delta nets in bfloat16 only.
+if [ $student = qwen3_next ]; then dtype=bfloat16; fi
 name=$(printf '%s,' "$config" "${overrides[@]}" | sed 's/,$//' | tr -c 'A-Za-z0-9=._,-' '_')
 if [ ${#name} -gt 100 ]; then name=${name:0:89}-$(printf '%s' "$name" | cksum | cut -d' ' -f1); fi
 run=$QUICKSTART_DIR/runs/$name
@@ -71,7 +80,7 @@ start_teacher() {
 evaluate() { # evaluate JSON FOLDER... [key=value]: greedy responses of the models to the held-out problems, with vLLM
   local json=$1; shift
   exec "$python" -m recipe_gkd evaluate "$@" --json "$json" --data "$QUICKSTART_DIR/data/held_out.parquet" \
-    --reward recipe_gkd/quickstart/reward.py --dtype float32 --gpu-memory-utilization 0.2 --cpu-cache-gb 0.0625 \
+    --reward recipe_gkd/quickstart/reward.py --dtype $dtype --gpu-memory-utilization 0.2 --cpu-cache-gb 0.0625 \
     data.ground_truth_key=answer data.max_prompt_length=48 data.max_response_length=48
 }
 
@@ -103,7 +112,7 @@ mkdir -p "$run"
 : > "$stages.new"
 stage "set-up" bash launch/setup.sh
 [ $is_set_up = 1 ] || check_keys
-stage "task, teacher and student" "$python" -m recipe_gkd.quickstart.prepare --out "$QUICKSTART_DIR" "${for_self[@]}"
+stage "task, teacher and student" "$python" -m recipe_gkd.quickstart.prepare --out "$QUICKSTART_DIR" "${models[@]}"
 
 if newer "$run/report.txt"; then
   printf '\n== distillation: already done; --fresh repeats it\n\n'
@@ -112,9 +121,11 @@ if newer "$run/report.txt"; then
 fi
 if [ -e "$run/run.log" ] && ! newer "$run/run.log"; then find "$run" -mindepth 1 ! -name stages.jsonl.new -delete; fi  # results of other models
 
-before=$QUICKSTART_DIR/before.json teacher_result=$QUICKSTART_DIR/before.json
-if [ ${#for_self[@]} -gt 0 ]; then
-  before=$QUICKSTART_DIR/self_before.json teacher_result=$QUICKSTART_DIR/self_teacher.json
+before=$QUICKSTART_DIR/before.json
+[ $student = student ] || before=$QUICKSTART_DIR/${student}_before.json
+teacher_result=$before
+if [ $student = self_student ]; then
+  teacher_result=$QUICKSTART_DIR/self_teacher.json
   newer "$before" || stage "evaluation before" evaluate "$before" "$QUICKSTART_DIR/$student"
   newer "$teacher_result" || stage "evaluation of the teacher" \
     evaluate "$teacher_result" "$QUICKSTART_DIR/$teacher" data.prompt_key=prompt_with_solution
@@ -129,7 +140,7 @@ stage "evaluation after" evaluate "$run/student_after.json" "$(student_after)"
 printf '\n== result\n'
 mv "$stages.new" "$stages"
 "$python" -m recipe_gkd.quickstart.report "$run" --prepared "$QUICKSTART_DIR" --teacher "$teacher_result" --before "$before" \
-  --after "$run/student_after.json" --stages "$stages" --out "$run/report.json" "${for_self[@]}" > "$run/report.part"
+  --after "$run/student_after.json" --stages "$stages" --out "$run/report.json" "${models[@]}" > "$run/report.part"
 printf '\nreport:           %s\nmetrics:          %s (TensorBoard: %s)\ntrained student:  %s\npage of the run:  %s\n' \
   "$QUICKSTART_DIR/report.json" "$run/metrics.jsonl" "$run/tensorboard" "$(student_after)" ".venv/bin/python -m recipe_gkd report $(printf '%q' "$run")" >> "$run/report.part"
 cp "$run/report.json" "$QUICKSTART_DIR/report.json"

@@ -1,34 +1,44 @@
-"""Training of the two quickstart models from random weights, with PyTorch and transformers.
+"""Training of the quickstart models from random weights, with PyTorch and transformers.
 
-Both have the Qwen2 architecture. The teacher is trained until it solves the task. The training of the smaller student
-is stopped within a band of accuracy. Below the band the distillation would have nothing to build on, and above it the
-improvement would not be visible. The step at which the accuracy rises depends on the seed and on the machine's
-rounding. Therefore small greedy evaluations decide when to stop (:func:`train_into_band`).
+Teacher and student have the Qwen2 architecture; :data:`FAMILY_RECIPES` has students of other families. The teacher is
+trained until it solves the task. The training of a smaller student is stopped within a band of accuracy. Below the band
+the distillation would have nothing to build on, and above it the improvement would not be visible. The step at which
+the accuracy rises depends on the seed and on the machine's rounding. Therefore small greedy evaluations decide when to
+stop (:func:`train_into_band`).
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from recipe_gkd.addition.task import ALPHABET, Problem, endless_batches, is_exact
 from recipe_gkd.addition.tokenizer import MAX_LENGTH, build_tokenizer
 from recipe_gkd.errors import ModelError
 
-Role = Literal["teacher", "student", "self_student"]
+Role = Literal["teacher", "student", "self_student", "qwen3_moe", "qwen3_next"]
 WARMUP_STEPS = 20
 BATCH_SIZE = 64
 STEPS_BETWEEN_LINES = 20
 MIN_COPIED = 0.99
 """Minimum fraction of exact answers of a model that reads the solution in its prompt."""
+ROPE = {"rope_type": "default", "rope_theta": 100.0}
+"""Rotary embedding. Attention spans at most a few dozen tokens. With the usual base of 10000, copying is learned more
+slowly."""
 ERROR_RATE = 0.1
 """Fraction of the response tokens that are replaced by random ones in the input of a prompt with a solution."""
 
@@ -54,6 +64,8 @@ class Recipe:
         with_solutions: True to train on each problem a second time, with its solution before the question and errors in
             the response so far (:data:`ERROR_RATE`), so that the model continues with the solution after an error. The
             training ends only when the model also copies at least :data:`MIN_COPIED` of the solutions.
+        model_type: ``model_type`` of the family in transformers.
+        options: Options of the family's configuration, beside the common ones.
     """
 
     layers: int
@@ -70,6 +82,8 @@ class Recipe:
     steps_between_evaluations: int
     max_steps: int
     with_solutions: bool = False
+    model_type: str = "qwen2"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 # 32 is the smallest head size of vLLM's CPU attention. Two key-value heads allow two tensor-parallel ranks.
@@ -87,6 +101,38 @@ RECIPES: dict[Role, Recipe] = {
 }  # fmt: skip
 SELF_RECIPES: dict[Role, Recipe] = {"self_student": dataclasses.replace(RECIPES["student"], with_solutions=True)}
 """Model of ``launch/quickstart.sh --self``, which solves as few problems as the student, and copies given solutions."""
+FAMILY_RECIPES: dict[Role, Recipe] = {
+    "qwen3_moe": dataclasses.replace(
+        RECIPES["student"],
+        model_type="qwen3_moe",
+        options=dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True),
+    ),
+    "qwen3_next": dataclasses.replace(
+        RECIPES["student"],
+        model_type="qwen3_next",
+        tied_embeddings=False,
+        options=dict(
+            layer_types=["linear_attention", "full_attention"],
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=128,
+            norm_topk_prob=True,
+            rope_parameters=ROPE | {"partial_rotary_factor": 0.25},
+            linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=64, linear_value_head_dim=64,
+        ),
+    ),
+}  # fmt: skip
+"""Students of ``launch/quickstart.sh --family``: a mixture of experts, and a gated delta net with attention."""
+
+
+def select_recipes(*, for_self: bool = False, family: Role | None = None) -> dict[Role, Recipe]:
+    """Return the recipes of the models of a quickstart: by default the teacher and the dense student.
+
+    Args:
+        for_self: True for the model of a self-distillation.
+        family: Student of :data:`FAMILY_RECIPES` instead of the dense one.
+    """
+    if for_self:
+        return SELF_RECIPES
+    return RECIPES if family is None else {"teacher": RECIPES["teacher"], family: FAMILY_RECIPES[family]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,26 +150,27 @@ class TrainingResult:
     parameters: int
 
 
-def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
     """Return an untrained fp32 model."""
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    options: dict[str, Any] = dict(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden,
         intermediate_size=recipe.ffn,
         num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads,
         num_key_value_heads=recipe.kv_heads,
+        head_dim=recipe.hidden // recipe.heads,
         max_position_embeddings=MAX_LENGTH,
-        # Attention spans at most a few dozen tokens. With the usual base of 10000, copying is learned more slowly.
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        rope_parameters=ROPE,
         tie_word_embeddings=recipe.tied_embeddings,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    model = Qwen2ForCausalLM(config)
+    config = AutoConfig.for_model(recipe.model_type, **(options | dict(recipe.options)))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -167,7 +214,7 @@ class Conversations(NamedTuple):
 
 @torch.no_grad()
 def greedy_accuracy(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], *, with_solution: bool = False
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], *, with_solution: bool = False
 ) -> float:
     """Return the fraction of exact answers under greedy decoding. All problems are decoded in one batch.
 
@@ -188,7 +235,7 @@ def greedy_accuracy(
 
 
 def train_into_band(
-    model: Qwen2ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     recipe: Recipe,
     batches: Iterator[list[Problem]],
@@ -245,7 +292,7 @@ def train_into_band(
 
 
 def _copies(
-    model: Qwen2ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     recipe: Recipe,
     dev: list[Problem],
@@ -293,14 +340,14 @@ def make_model(
     return result
 
 
-def save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write a Hugging Face folder with the model and its tokenizer."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _train_step(
-    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, batch: list[Conversations], lr: float
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: list[Conversations], lr: float
 ) -> float:
     """Update the model on conversations of several kinds, each with the same weight. Return the loss."""
     for group in optimizer.param_groups:
@@ -313,7 +360,7 @@ def _train_step(
     return loss.item()
 
 
-def _answer_loss(model: Qwen2ForCausalLM, conversations: Conversations) -> torch.Tensor:
+def _answer_loss(model: PreTrainedModel, conversations: Conversations) -> torch.Tensor:
     """Return the mean cross-entropy of the answer tokens. The question is random and cannot be learned."""
     ids_RS, prompt_length, error_ids = conversations
     inputs_RS = ids_RS[:, :-1]
@@ -329,11 +376,11 @@ def _answer_loss(model: Qwen2ForCausalLM, conversations: Conversations) -> torch
 Snapshot = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
-def _snapshot(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer) -> Snapshot:
+def _snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Snapshot:
     return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
 
 
-def _restore(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, snapshot: Snapshot) -> None:
+def _restore(model: PreTrainedModel, optimizer: torch.optim.Optimizer, snapshot: Snapshot) -> None:
     model.load_state_dict(snapshot[0])
     # The optimizer would take over the tensors of the snapshot and change them.
     optimizer.load_state_dict(copy.deepcopy(snapshot[1]))

@@ -2,11 +2,13 @@
 
 Usage::
 
-    python -m recipe_gkd.quickstart.prepare --out outputs/quickstart [--seed 0] [--fresh] [--self] [--timeout-s 1800]
+    python -m recipe_gkd.quickstart.prepare --out outputs/quickstart [--seed 0] [--fresh] [--timeout-s 1800]
+        [--self | --family qwen3_moe]
 
-The output is ``data/{train,held_out,dev}.parquet``, ``teacher/`` and ``student/``, or with ``--self`` the data and
-``self_student/``. Each folder is written under another name and renamed when it is complete. Its ``made.json`` records
-the settings. A later call creates only the folders that are missing or have other settings.
+The output is ``data/{train,held_out,dev}.parquet``, ``teacher/`` and ``student/``. With ``--self`` it is the data and
+``self_student/``; with ``--family NAME`` a folder ``NAME/`` takes the place of ``student/``. Each folder is written
+under another name and renamed when it is complete. Its ``made.json`` records the settings. A later call creates only
+the folders that are missing or have other settings.
 
 The weights of seed 0 are part of the package (``weights/``), so that all machines distill the same models.
 ``--fresh``, another seed or another recipe trains the models.
@@ -35,7 +37,16 @@ import transformers
 from recipe_gkd.addition.task import Problem, Splits, make_splits, write_parquet
 from recipe_gkd.addition.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from recipe_gkd.errors import DeadlineError, GkdError, ModelError
-from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES, Recipe, Role, build_model, make_model, save_model
+from recipe_gkd.quickstart.models import (
+    FAMILY_RECIPES,
+    RECIPES,
+    Recipe,
+    Role,
+    build_model,
+    make_model,
+    save_model,
+    select_recipes,
+)
 from recipe_gkd.runtime.closed_output import run_until_closed
 
 SIZES = {"n_train": 16384, "n_held_out": 512, "n_dev": 384}
@@ -265,11 +276,13 @@ def main(argv: list[str] | None = None) -> int:
         default=TIMEOUT_S,
         help="deadline of the training of the models (default: %(default).0f)",
     )
-    parser.add_argument("--self", action="store_true", dest="for_self", help="only the model of a self-distillation")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--self", action="store_true", dest="for_self", help="only the model of a self-distillation")
+    kinds.add_argument("--family", choices=FAMILY_RECIPES, help="a student of this family instead of the dense one")
     args = parser.parse_args(argv)
     started = time.monotonic()
     try:
-        recipes = SELF_RECIPES if args.for_self else RECIPES
+        recipes = select_recipes(for_self=args.for_self, family=args.family)
         records = prepare(args.out, seed=args.seed, fresh=args.fresh, recipes=recipes, timeout_s=args.timeout_s)
     except GkdError as error:
         print(error, file=sys.stderr)

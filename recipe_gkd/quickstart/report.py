@@ -27,7 +27,7 @@ from recipe_gkd.commands.report.series import Floats
 from recipe_gkd.config.objective import loss_name
 from recipe_gkd.errors import DataError, GkdError
 from recipe_gkd.quickstart.explanations import FIGURES, TIMINGS
-from recipe_gkd.quickstart.models import RECIPES, SELF_RECIPES
+from recipe_gkd.quickstart.models import FAMILY_RECIPES, select_recipes
 from recipe_gkd.quickstart.prepare import RECORD
 from recipe_gkd.runtime.closed_output import run_until_closed
 from teacher.common.sizes import GIB
@@ -183,9 +183,11 @@ def main(argv: list[str] | None = None) -> int:
         add(f"--{name}", type=Path, required=True, help=f"evaluation of the {model}, as JSON")
     add("--stages", type=Path, required=True, help="seconds of each stage, one JSON object per line")
     add("--out", type=Path, required=True, help="output file")
-    add("--self", action="store_true", dest="for_self", help="the run is a self-distillation")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--self", action="store_true", dest="for_self", help="the run is a self-distillation")
+    kinds.add_argument("--family", choices=FAMILY_RECIPES, help="the student is of this family")
     args = parser.parse_args(argv)
-    roles = SELF_RECIPES if args.for_self else RECIPES
+    roles = select_recipes(for_self=args.for_self, family=args.family)
     try:
         n_problems, accuracy = read_accuracies(
             {"teacher": args.teacher, "student_before": args.before, "student_after": args.after}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipe_gkd.actor.fsdp.mixtures import MIXTURES, read_experts, read_latent_attention
 from recipe_gkd.actor.student_dims import StudentDims, check_not_quantized, load_hf_config, read_config_json
 from recipe_gkd.config.limits import MAX_INT32
 from recipe_gkd.errors import ModelError
@@ -56,7 +57,10 @@ class CausalLMDims(StudentDims):
 
     def flops_problem(self) -> str | None:
         """Return why :mod:`recipe_gkd.metrics.flops` does not fit this model; None if it does."""
-        if self.family not in GATED_FAMILIES or not all((self.heads, self.kv_heads, self.head_dim, self.ffn)):
+        has_attention = self.latent is not None or (self.kv_heads and self.head_dim)
+        has_feed_forward = self.ffn or (self.moe is not None and all(self.moe.layers))
+        is_known = self.family in GATED_FAMILIES or self.family in MIXTURES
+        if not (is_known and self.heads and has_attention and has_feed_forward):
             return f"the FLOPs of a {self.family!r} model are unknown"
         return None
 
@@ -100,6 +104,8 @@ def read_causal_lm_dims(path: str | Path, *, trust_remote_code: bool = False) ->
         max_positions=min(filter(None, (_number(text, name) for name in POSITION_KEYS)), default=MAX_INT32),
         cached_layers=_n_cached_layers(text),
         window=_window(text),
+        moe=read_experts(text),
+        latent=read_latent_attention(text),
     )
 
 

@@ -13,12 +13,14 @@ from recipe_gkd.addition.tokenizer import MAX_LENGTH, VOCAB_SIZE, build_tokenize
 from recipe_gkd.errors import ModelError
 from recipe_gkd.quickstart import models
 from recipe_gkd.quickstart.models import (
+    FAMILY_RECIPES,
     RECIPES,
     SELF_RECIPES,
     Role,
     build_model,
     encode,
     greedy_accuracy,
+    select_recipes,
     train_into_band,
 )
 from tests._support.errors import raises
@@ -79,9 +81,9 @@ def test_solution_moves_the_question_and_changes_nothing_after_it(tokenizer: Any
     assert torch.equal(solved_RS[:, 1:32], solved_RS[:, 42:73])
 
 
-@pytest.mark.parametrize("role", ["teacher", "student", "self_student"])
+@pytest.mark.parametrize("role", [*RECIPES, *SELF_RECIPES, *FAMILY_RECIPES])
 def test_recipes_suit_two_ranks_and_cpu_attention(role: Role) -> None:
-    recipe = (RECIPES | SELF_RECIPES)[role]
+    recipe = (RECIPES | SELF_RECIPES | FAMILY_RECIPES)[role]
     assert recipe.heads % 2 == recipe.kv_heads % 2 == recipe.layers % 2 == recipe.hidden % 4 == recipe.ffn % 4 == 0
     assert recipe.hidden // recipe.heads == 32
 
@@ -98,6 +100,18 @@ def test_saved_models_load_with_transformers(prepared: Path, tokenizer: Any) -> 
         assert AutoTokenizer.from_pretrained(prepared / role).get_vocab() == tokenizer.get_vocab()
     assert sizes[0] > sizes[1]
     assert RECIPES["teacher"].kv_heads < RECIPES["teacher"].heads
+
+
+def test_students_of_other_families_have_experts_and_a_gated_delta_net(tokenizer: Any) -> None:
+    assert set(select_recipes(family="qwen3_moe")) == {"teacher", "qwen3_moe"}
+    for role, recipe in FAMILY_RECIPES.items():
+        model: Any = build_model(recipe, tokenizer, seed=0)
+        assert model.config.model_type == role
+        sizes = [model.config.vocab_size, model.config.hidden_size, model.config.num_hidden_layers]
+        assert sizes == [VOCAB_SIZE, RECIPES["student"].hidden, RECIPES["student"].layers]
+        assert model.config.num_experts_per_tok < model.config.num_experts
+        kinds = [hasattr(layer, "linear_attn") for layer in model.model.layers]
+        assert kinds == ([True, False] if role == "qwen3_next" else [False, False])
 
 
 def test_train_into_band_above_the_band_goes_back(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from recipe_gkd.actor.fsdp.mixtures import MIXTURES
 from recipe_gkd.actor.fsdp.model_dims import GATED_FAMILIES, CausalLMDims, read_causal_lm_dims
+from recipe_gkd.actor.megatron.families import FAMILIES
+from recipe_gkd.actor.megatron.families.reading import read_model_dims
 from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.config.limits import MAX_INT32
 from recipe_gkd.errors import ConfigError, ModelError
-from recipe_gkd.metrics.flops import forward_flops
+from recipe_gkd.metrics.flops import forward_flops, token_flops
 from recipe_gkd.preflight import read_student
 from recipe_gkd.rollout.limits import check_engine_fits
 from teacher.common.weight_files import INDEX_NAME
 from tests._support.base_config import base_config
 from tests._support.errors import raises
+from tests._support.families import BY_TYPE
 
 ROLLOUT = "actor_rollout_ref.rollout"
 FSDP = "actor_rollout_ref.actor.strategy=fsdp"
@@ -146,25 +152,67 @@ class TestReadCausalLMDims:
         subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def count_weights(folder: Path) -> tuple[int, int, int]:
+    """Return the numbers of weights in linear layers, routers and experts, without the output layer."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    head = model.get_output_embeddings()
+    assert head.weight.shape == (config.get_text_config().vocab_size, config.get_text_config().hidden_size)
+    n_linear = n_routers = n_experts = 0
+    for part in model.modules():
+        if isinstance(part, torch.nn.Linear):
+            n_linear += part.weight.numel() if part is not head else 0
+        elif type(part).__name__.endswith("Experts"):
+            n_experts += sum(weight.numel() for weight in part.parameters() if weight.ndim == 3)
+        elif type(part).__name__.endswith("Router"):
+            n_routers += part.weight.numel()
+    return n_linear, n_routers, n_experts
+
+
 class TestFlopsProblem:
     @pytest.mark.parametrize("model_type", sorted(GATED_FAMILIES))
     def test_gated_family_has_the_matrix_products_that_are_counted(self, model_type: str, tmp_path: Path) -> None:
-        import torch
-        import transformers
-
-        from recipe_gkd.metrics.flops import _layer_flops_per_token
-
         folder = write(tmp_path, family(model_type, head_dim=12, pad_token_id=0))
         found = read_causal_lm_dims(folder)
-        config = transformers.AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            model: Any = transformers.AutoModelForCausalLM.from_config(config)
-        head = model.get_output_embeddings()
-        linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head]
-        n_products = sum(layer.weight.numel() for layer in linear)
-        assert sum(_layer_flops_per_token(found, layer) for layer in range(2)) == 2 * n_products
-        assert head.weight.shape == (found.vocab_size, found.hidden)
+        n_linear, n_routers, n_experts = count_weights(folder)
+        assert token_flops(found) == 2 * n_linear and n_routers == n_experts == 0
         assert found.flops_problem() is None
+
+    @pytest.mark.parametrize("model_type", sorted(MIXTURES))
+    def test_mixture_has_the_matrix_products_of_active_experts(self, model_type: str, tmp_path: Path) -> None:
+        folder = write(tmp_path, dict(BY_TYPE[model_type].config) | {"model_type": model_type})
+        found = read_causal_lm_dims(folder)
+        assert found.moe is not None and found.moe.top_k < found.moe.experts
+        n_linear, n_routers, n_experts = count_weights(folder)
+        active = n_experts * found.moe.top_k // found.moe.experts
+        assert token_flops(found) == 2 * (n_linear + n_routers + active)
+        assert found.flops_problem() is None
+
+    @pytest.mark.parametrize("model_type", sorted(MIXTURES.keys() & FAMILIES.keys()))
+    def test_flops_of_a_mixture_are_those_of_the_other_backend(self, model_type: str, tmp_path: Path) -> None:
+        folder = write(tmp_path, dict(BY_TYPE[model_type].config) | {"model_type": model_type})
+        for lengths, n_rows in (([5, 3], 4), ([], 7)):
+            found = forward_flops(read_causal_lm_dims(folder), lengths, n_rows)
+            assert found == forward_flops(read_model_dims(folder), lengths, n_rows)
+
+    def test_flops_of_a_mixture_equal_the_operations_of_transformers(self, tmp_path: Path) -> None:
+        """PyTorch computes the scores of all pairs of a sequence, this project counts those of the causal mask."""
+        import transformers
+
+        folder = write(tmp_path, dict(BY_TYPE["qwen3_moe"].config) | {"model_type": "qwen3_moe"})
+        found, n = read_causal_lm_dims(folder), 6
+        config = transformers.AutoConfig.from_pretrained(folder)
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", experts_implementation="eager"
+        )
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=torch.arange(n)[None], use_cache=False)
+        n_masked_pairs = n * n - n * (n + 1) // 2
+        masked = 4 * found.heads * found.head_dim * n_masked_pairs * found.layers
+        assert counter.get_total_flops() - masked == forward_flops(found, [n], n)
 
     def test_other_layers_are_named(self, tmp_path: Path) -> None:
         assert read_causal_lm_dims(write(tmp_path, GPT2)).flops_problem() == "the FLOPs of a 'gpt2' model are unknown"

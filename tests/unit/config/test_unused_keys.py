@@ -207,7 +207,9 @@ def test_mapping_sets_each_of_its_keys() -> None:
     assert warning.startswith("gkd.beta=0.3 has no effect with gkd.distill_loss_type=forward_kl; set gkd.distill_los")
 
 
-@pytest.mark.parametrize("name", ["quickstart", "on_policy_distill_simple", "quickstart_simple"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "on_policy_distill_simple", "quickstart_simple", "quickstart_qwen3_moe"]
+)
 def test_values_of_package_files_are_not_reported(name: str, tmp_path: Path) -> None:
     assert not read_config(name, REQUIRED).warnings
     (tmp_path / "base.yaml").write_text(f"defaults: [{name}, _self_]\ntrainer: {{experiment_name: mine}}\n")

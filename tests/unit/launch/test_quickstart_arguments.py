@@ -25,6 +25,8 @@ def quickstart(*arguments: str) -> subprocess.CompletedProcess[str]:
         ((), "quickstart"),
         (("--config-name", "quickstart_simple"), "quickstart_simple"),
         (("--self",), "quickstart_self"),
+        (("--family", "qwen3_moe"), "quickstart_qwen3_moe"),
+        (("--family=qwen3_next",), "quickstart_qwen3_next"),
         (
             ("trainer.scheduler=sync", "--config-name=quickstart_simple.yaml"),
             "quickstart_simple,trainer.scheduler=sync",
@@ -46,9 +48,11 @@ def test_folder_of_the_caller_is_used(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         (
             ("--config-name", "on_policy_distill_simple"),
-            "expected one of: quickstart quickstart_self quickstart_simple",
+            "expected one of: quickstart quickstart_qwen3_moe quickstart_qwen3_next quickstart_self quickstart_simple",
         ),
         (("--config-name",), "needs a name"),
+        (("--family",), "needs a name"),
+        (("--family", "qwen9"), "got quickstart_qwen9, expected one of: quickstart quickstart_qwen3_moe"),
         (("trainer.experiment_name=mine",), "trainer.experiment_name is set by this script"),
         (("++trainer.default_local_dir=x",), "is set by this script"),
         (("trainer.save_freq=-1",), "trainer.save_freq=-1 writes no checkpoint, and this script evaluates the one"),
@@ -68,6 +72,14 @@ def test_quickstart_simple_makes_the_choices_of_the_simple_mode() -> None:
         assert config.actor_rollout_ref.actor.fsdp_config.gradient_checkpointing
         assert config.actor_rollout_ref.rollout.sleep_level == 2
     assert quick.trainer.total_training_steps == 250
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3_moe", "float32"), ("qwen3_next", "bfloat16")])
+def test_students_of_other_families_are_trained_with_fsdp(family: str, dtype: str) -> None:
+    config = load_config(f"quickstart_{family}", ["data.train_files=a"])
+    assert config.actor_rollout_ref.actor.strategy == "fsdp" and config.actor_rollout_ref.actor.dtype == "float32"
+    assert config.actor_rollout_ref.rollout.dtype == dtype
+    assert config.actor_rollout_ref.model.path.endswith(f"/{family}") and config.trainer.total_training_steps == 250
 
 
 def test_wrong_keys_are_refused_before_anything_starts(tmp_path: Path) -> None:
