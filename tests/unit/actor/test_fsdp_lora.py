@@ -45,7 +45,7 @@ def make_model(kind: str = "qwen2") -> Any:
 
 
 def options(**changes: Any) -> LoraConfig:
-    return LoraConfig(**(dict(rank=4, alpha=12, target_modules=None, dropout=0.0) | changes))
+    return LoraConfig(**(dict(rank=4, alpha=12, target_modules=None, dropout=0.0, sync="merged") | changes))
 
 
 def fill_adapters(model: Any) -> None:

@@ -44,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def options(**changes: Any) -> LoraConfig:
-    return LoraConfig(**(dict(rank=RANK, alpha=12, target_modules=None, dropout=0.0) | changes))
+    return LoraConfig(**(dict(rank=RANK, alpha=12, target_modules=None, dropout=0.0, sync="merged") | changes))
 
 
 def layout(tp_rank: int, tp_size: int) -> Layout:
