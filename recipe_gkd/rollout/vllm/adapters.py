@@ -25,12 +25,12 @@ def adapter_request() -> LoRARequest:
     return LoRARequest("student", ADAPTER_ID, lora_path="received from the actor")
 
 
-class Adapter:
+class ReceivedAdapter:
     """The adapter of an engine. It starts empty, so that the model computes the weights of its folder.
 
     Lifecycle::
 
-        adapter = Adapter()
+        adapter = ReceivedAdapter()
         adapter.activate(model)                  # once the engine is built
         adapter.replace(model, factors)          # checks, and keeps a copy
         adapter.activate(model)                  # after each end of a weight update, because vLLM removes it there

@@ -30,7 +30,7 @@ from recipe_gkd.rollout.update_memory import (
     memory_shortage,
     update_memory,
 )
-from recipe_gkd.rollout.vllm.adapters import Adapter
+from recipe_gkd.rollout.vllm.adapters import ReceivedAdapter
 from recipe_gkd.rollout.vllm.compat import (
     WeightTransferEngine,
     WeightTransferEngineFactory,
@@ -119,7 +119,7 @@ class BucketReceiver(WeightTransferEngine[JoinTransport, ReceiveUpdate]):
         self._transport: Transport | None = None
         self._buffered: NamedTensors = []
         self._reload: ModelReload | None = None
-        self.adapter = None if self.vllm_config.lora_config is None else Adapter()
+        self.adapter = None if self.vllm_config.lora_config is None else ReceivedAdapter()
 
     def init_transfer_engine(self, init_info: JoinTransport) -> None:
         """Join a new transport, and leave the previous one."""
