@@ -216,10 +216,10 @@ def compute_loss_metrics(
     Args:
         gkd: Configuration of the objective.
         teachers: Names of the teachers, by number.
-        sums: Sums over the global batch, by name.
+        sums: Sums over the global batch, by name. Those of ``ROUTING`` may be missing.
         maxima: Maxima over the global batch or the ranks, by name.
     """
     found = {name: value for name, value in maxima.items() if name not in MAXIMA or sums["n_sampled"]}
     quotients = {mean.name: mean.over.name for mean in token_means(gkd, teachers)} | dict([OVERLAP, ROUTING])
-    found |= {name: sums[name] / sums[number] for name, number in quotients.items() if sums[number]}
+    found |= {name: sums[name] / sums[number] for name, number in quotients.items() if sums.get(number)}
     return found | {"actor/n_tokens": sums["n_tokens"], "actor/distill_coef": gkd.distill_loss_coef}

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from recipe_gkd.preflight import read_student
-from tests._support.families import BY_TYPE, FAMILIES, Family, make_family_folder
+from tests._support.families import FAMILIES, Family, make_family_folder
 from tests._support.rollout_models import config_for
 from tests.integration.rollout.fsdp_workers import FSDP, Workers, assert_computed_by, load, running_workers
 
-DEFAULT = "gemma3_text"
 SERVED = [family for family in FAMILIES if not family.fsdp and not family.rollout]
 
 
@@ -24,11 +23,8 @@ def workers(ray_session: None) -> Iterator[Workers]:
         yield running
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(each, marks=() if each is BY_TYPE[DEFAULT] else pytest.mark.slow) for each in SERVED],
-    ids=lambda family: family.model_type,
-)
+@pytest.mark.slow  # by default a sync of adapters runs, and syncs of Qwen2 in tests/integration/rollout
+@pytest.mark.parametrize("family", SERVED, ids=lambda family: family.model_type)
 def test_engine_computes_the_model_before_and_after_a_sync(family: Family, workers: Workers, tmp_path: Path) -> None:
     folder, export = make_family_folder(tmp_path / "model", family, family.rollout_config), tmp_path / "export"
     config = config_for(folder, *FSDP)
