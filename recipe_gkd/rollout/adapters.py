@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from recipe_gkd.config import Config
 from recipe_gkd.config.actor_layout import ADAPTER_RANKS
-from recipe_gkd.config.conditions import sends_adapters
 from recipe_gkd.config.keys import LORA
 
 _NOT_ADAPTED = ("embed_tokens", "wte", "lm_head", "gate", "router")
@@ -30,14 +29,12 @@ class AdapterOptions:
     layers: tuple[str, ...]
 
 
-def adapter_options(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> AdapterOptions | None:
-    """Return the adapters of a run, None if its weight syncs transfer merged weights.
+def adapter_options(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> AdapterOptions:
+    """Return the adapters of a run whose weight syncs transfer adapters.
 
     Args:
         shapes: Shapes of the tensors in the model folder, by name.
     """
-    if not sends_adapters(config):
-        return None
     lora = config.actor_rollout_ref.actor.lora
     layers = {name.rpartition(".")[2] for name in lora.target_modules or linear_layers(shapes)}
     layers.update(*(_ALIASES.get(name, ()) for name in layers))

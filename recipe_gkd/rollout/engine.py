@@ -100,9 +100,10 @@ class RolloutEngine:
         ids = self._requests.new_ids(len(prompts))
 
         def add(engine: LLMEngine) -> None:
+            limit, adapter = self.options.max_model_len, self._adapter()
             try:
                 for request_id, prompt, prompt_params in zip(ids, prompts, params, strict=True):
-                    add_request(engine, request_id, prompt, prompt_params, self.options.max_model_len, self._adapter())
+                    add_request(engine, request_id, prompt, prompt_params, limit, adapter)
                     self._requests.add(request_id, prompt.uid, deliver)
             except BaseException:
                 self._abort(engine, ids)

@@ -93,6 +93,7 @@ def _build(options: EngineOptions) -> LLMEngine:
     from recipe_gkd.rollout.vllm import weights as vllm_weights
 
     vllm.check_platform(options.device)
+    ensure_device_returns_experts(options)
     vllm.keep_files_in(scratch_folder())
     vllm_weights.register()
     arguments = vllm.EngineArgs(
@@ -128,6 +129,20 @@ def _build(options: EngineOptions) -> LLMEngine:
     if options.n_tokens is not None and options.n_tokens < engine.model_config.get_vocab_size():
         engine.collective_rpc(vllm_calls.WorkerCalls.set_logits.__name__, args=(1.0, options.n_tokens))
     return engine
+
+
+def ensure_device_returns_experts(options: EngineOptions) -> None:
+    """Raise :class:`ConfigError` if responses must have experts on a CPU, also one that ``trainer.device=auto`` chose.
+
+    vLLM returns them with its second model runner, which needs Triton.
+    """
+    if options.return_routed_experts and options.device == "cpu":
+        key = f"{ROLLOUT}.routing_replay"
+        raise ConfigError(
+            f"{key}=true on a CPU: vLLM returns the experts of its tokens on GPUs only",
+            remedy=f"set {key}=false",
+            keys=(key,),
+        )
 
 
 def adapter_arguments(options: EngineOptions) -> dict[str, Any]:

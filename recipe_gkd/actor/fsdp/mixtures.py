@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from recipe_gkd.actor.mixture_configs import (
+    experts_and_shared,
+    experts_everywhere,
+    experts_in_some_layers,
+    latent_attention,
+)
 from recipe_gkd.actor.student_dims import LatentAttention, MoEConfig
 
 if TYPE_CHECKING:
@@ -19,71 +25,34 @@ def read_experts(text: PretrainedConfig) -> MoEConfig | None:
 
 def read_latent_attention(text: PretrainedConfig) -> LatentAttention | None:
     """Return the widths of latent attention of a family in :data:`LATENT_FAMILIES`; None for other families."""
-    if text.model_type not in LATENT_FAMILIES:
-        return None
-    hf: Any = text
-    return LatentAttention(
-        q_rank=hf.q_lora_rank,
-        kv_rank=hf.kv_lora_rank,
-        nope=hf.qk_nope_head_dim,
-        rope=hf.qk_rope_head_dim,
-        value=hf.v_head_dim,
-    )
+    return latent_attention(text) if text.model_type in LATENT_FAMILIES else None
 
 
 def _everywhere(hf: Any) -> MoEConfig:
-    """Return experts that all layers have, with the width of a dense layer."""
-    return _experts(hf, [True] * hf.num_hidden_layers, hf.num_experts, ffn=hf.intermediate_size)
+    return experts_everywhere(hf, hf.num_experts, normalized=bool(getattr(hf, "norm_topk_prob", True)))
 
 
 def _in_some_layers(hf: Any) -> MoEConfig | None:
-    """Return experts of the layers that are not dense, and a shared expert with a gate if there is one."""
-    layers = [
-        layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0
-        for layer in range(hf.num_hidden_layers)
-    ]
-    shared = getattr(hf, "shared_expert_intermediate_size", None)
-    return _experts(hf, layers, hf.num_experts, shared_ffn=shared) if hf.num_experts and any(layers) else None
+    return experts_in_some_layers(hf, getattr(hf, "shared_expert_intermediate_size", None))
 
 
 def _after_dense_layers(hf: Any) -> MoEConfig:
-    """Return experts of the layers after the first dense ones, and shared experts without a gate."""
-    kinds = getattr(hf, "mlp_layer_types", None)
-    layers = [
-        kinds[layer] == "sparse" if kinds else layer >= hf.first_k_dense_replace
-        for layer in range(hf.num_hidden_layers)
-    ]
-    shared = hf.moe_intermediate_size * (hf.n_shared_experts or 0)
-    return _experts(hf, layers, hf.n_routed_experts, shared_ffn=shared, shared_gate=False)
+    return experts_and_shared(hf, normalized=bool(getattr(hf, "norm_topk_prob", True)))
 
 
 def _ernie(hf: Any) -> MoEConfig:
     """Return experts of every ``moe_layer_interval``-th layer within two bounds, and shared experts without a gate."""
-    layers = [
-        (layer + 1) % hf.moe_layer_interval == 0 and hf.moe_layer_start_index <= layer <= hf.moe_layer_end_index
-        for layer in range(hf.num_hidden_layers)
-    ]
-    shared = hf.moe_intermediate_size * (hf.moe_num_shared_experts or 0)
-    return _experts(hf, layers, hf.num_experts, shared_ffn=shared, shared_gate=False)
-
-
-def _experts(
-    hf: Any,
-    layers: list[bool],
-    n_experts: int,
-    *,
-    ffn: int | None = None,
-    shared_ffn: int | None = None,
-    shared_gate: bool = True,
-) -> MoEConfig:
     return MoEConfig(
-        layers=tuple(layers),
-        experts=n_experts,
+        layers=tuple(
+            (layer + 1) % hf.moe_layer_interval == 0 and hf.moe_layer_start_index <= layer <= hf.moe_layer_end_index
+            for layer in range(hf.num_hidden_layers)
+        ),
+        experts=hf.num_experts,
         top_k=hf.num_experts_per_tok,
-        ffn=ffn or hf.moe_intermediate_size,
-        normalized=bool(getattr(hf, "norm_topk_prob", True)),
-        shared_ffn=shared_ffn or None,
-        shared_gate=shared_gate,
+        ffn=hf.moe_intermediate_size,
+        normalized=True,
+        shared_ffn=hf.moe_intermediate_size * (hf.moe_num_shared_experts or 0) or None,
+        shared_gate=False,
     )
 
 

@@ -14,7 +14,7 @@ from recipe_gkd.commands.gpu_smoke.tiny_engine import generate, running_engine
 from recipe_gkd.commands.gpu_smoke.tiny_models import make_prompts
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Response
-from recipe_gkd.errors import WorkerError
+from recipe_gkd.errors import GkdError
 from recipe_gkd.rollout.engine_factory import build_engine
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_requests import to_response
@@ -58,7 +58,7 @@ def start_with_error(rank: int, world_size: int, port: int, config: Config) -> s
     os.environ.update(worker_environment("cpu"))
     try:
         build_engine(EngineOptions.from_config(config, "cpu"))
-    except WorkerError as error:
+    except GkdError as error:
         return str(error)
     raise AssertionError("the engine started")
 

@@ -30,7 +30,7 @@ SHAPES = {
 @pytest.mark.parametrize(("rank", "buffer_rank"), [(1, 1), (6, 8), (8, 8), (257, 320), (512, 512)])
 def test_buffers_have_the_next_size_of_vllm(rank: int, buffer_rank: int) -> None:
     options = adapter_options(base_config(f"{LORA}.rank={rank}", ADAPTER), SHAPES)
-    assert options is not None and options.buffer_rank == buffer_rank
+    assert options.buffer_rank == buffer_rank
 
 
 def test_layers_are_the_adapted_ones_under_all_names_of_vllm() -> None:
@@ -42,7 +42,7 @@ def test_layers_are_the_adapted_ones_under_all_names_of_vllm() -> None:
 
 @pytest.mark.parametrize("overrides", [(), (f"{LORA}.rank=4",), (f"{LORA}.rank=4", f"{LORA}.sync=merged")])
 def test_engine_that_gets_merged_weights_has_no_adapters(overrides: tuple[str, ...]) -> None:
-    assert adapter_options(base_config(*overrides), SHAPES) is None
+    assert EngineOptions.from_config(base_config(*overrides), "cpu").adapters is None
 
 
 @pytest.mark.parametrize(

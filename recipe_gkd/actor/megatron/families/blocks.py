@@ -7,7 +7,6 @@ from typing import Any
 
 from recipe_gkd.actor.megatron.families.family import Part, ShardSpec, WeightRule, WeightRules
 from recipe_gkd.actor.megatron.model_dims import LayerAttention, ModelDims, Rope
-from recipe_gkd.actor.student_dims import MoEConfig
 
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -149,37 +148,3 @@ def kinds_of_layers(hf: Any, head_dim: int) -> dict[str, Any]:
         "ropes": tuple(rope(hf, hf.rope_parameters[kind], head_dim) for kind in layers),
         "attention": tuple(layers[kind] for kind in hf.layer_types),
     }
-
-
-def experts_everywhere(hf: Any, n_experts: int, *, normalized: bool) -> MoEConfig:
-    """Return the experts of a model that has them in all layers, and no shared ones."""
-    return MoEConfig(
-        layers=(True,) * hf.num_hidden_layers,
-        experts=n_experts,
-        top_k=hf.num_experts_per_tok,
-        ffn=hf.intermediate_size,
-        normalized=normalized,
-        shared_ffn=None,
-    )
-
-
-def experts_and_shared(hf: Any, **router: Any) -> MoEConfig:
-    """Return the experts of a model whose other layers are dense, and which has shared experts without a gate.
-
-    Args:
-        hf: Configuration of transformers.
-        router: Options of the router.
-    """
-    shared = hf.n_shared_experts or 0
-    kinds = getattr(hf, "mlp_layer_types", None)
-    first = 0 if kinds else hf.first_k_dense_replace
-    return MoEConfig(
-        layers=tuple(kinds[layer] == "sparse" if kinds else layer >= first for layer in range(hf.num_hidden_layers)),
-        experts=hf.n_routed_experts,
-        top_k=hf.num_experts_per_tok,
-        ffn=hf.moe_intermediate_size,
-        shared_ffn=hf.moe_intermediate_size * shared or None,
-        shared_gate=False,
-        scale=float(hf.routed_scaling_factor),
-        **router,
-    )

@@ -6,17 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from recipe_gkd.actor.megatron.families.blocks import (
-    MLP_NORM,
-    experts_and_shared,
-    feed_forward,
-    replicated,
-    rope,
-)
+from recipe_gkd.actor.megatron.families.blocks import MLP_NORM, feed_forward, replicated, rope
 from recipe_gkd.actor.megatron.families.family import Family, Part, ShardSpec, WeightRule, WeightRules
 from recipe_gkd.actor.megatron.families.routing import expert_groups, sigmoid_problem, softmax_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
-from recipe_gkd.actor.student_dims import LatentAttention
+from recipe_gkd.actor.mixture_configs import experts_and_shared, latent_attention
 
 INPUT_NORM = replicated("input_layernorm.weight", "input_layernorm.weight", "hidden")
 
@@ -51,13 +45,7 @@ def _rules(dims: ModelDims, layer: int) -> WeightRules:
 
 
 def _attention(hf: Any) -> dict[str, Any]:
-    latent = LatentAttention(
-        q_rank=hf.q_lora_rank,
-        kv_rank=hf.kv_lora_rank,
-        nope=hf.qk_nope_head_dim,
-        rope=hf.qk_rope_head_dim,
-        value=hf.v_head_dim,
-    )
+    latent = latent_attention(hf)
     parameters = hf.rope_parameters
     scale = latent.query**-0.5
     # DeepSeek's YaRN scales the scores, not cosines and sines (`yarn_apply_mscale` of transformers).

@@ -11,7 +11,6 @@ from recipe_gkd.actor.megatron.families.blocks import (
     INPUT_NORM,
     MLP_NORM,
     OUTPUT,
-    experts_and_shared,
     feed_forward,
     gated_mlp,
     qkv,
@@ -22,6 +21,7 @@ from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.families.phi import JOINED_GATE_UP
 from recipe_gkd.actor.megatron.families.routing import expert_groups, sigmoid_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.mixture_configs import experts_and_shared
 
 
 def _glm4_rules(dims: ModelDims, layer: int) -> WeightRules:

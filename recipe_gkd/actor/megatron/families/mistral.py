@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipe_gkd.actor.megatron.families.blocks import (
-    INPUT_NORM,
-    MLP_NORM,
-    OUTPUT,
-    experts,
-    experts_everywhere,
-    qkv,
-    windows,
-)
+from recipe_gkd.actor.megatron.families.blocks import INPUT_NORM, MLP_NORM, OUTPUT, experts, qkv, windows
 from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.families.llama import layer_rules
 from recipe_gkd.actor.megatron.families.routing import single_expert_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.mixture_configs import experts_everywhere
 
 
 def _mixtral_rules(dims: ModelDims, layer: int) -> WeightRules:

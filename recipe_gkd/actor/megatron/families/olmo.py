@@ -14,7 +14,6 @@ from recipe_gkd.actor.megatron.families.blocks import (
     INPUT_NORM,
     MLP_NORM,
     OUTPUT,
-    experts_everywhere,
     feed_forward,
     gated_mlp,
     kinds_of_layers,
@@ -23,6 +22,7 @@ from recipe_gkd.actor.megatron.families.blocks import (
 from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.families.routing import single_expert_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.mixture_configs import experts_everywhere
 
 NORMS = {"norms": "after", "qk_norm": "all_heads"}
 WITHOUT_BIAS = {"attention_bias": (False,)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from recipe_gkd.actor.megatron.families.blocks import (
     HEAD_NORMS,
     INPUT_NORM,
@@ -20,7 +18,7 @@ from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.families.llama import layer_rules
 from recipe_gkd.actor.megatron.families.routing import single_expert_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
-from recipe_gkd.actor.student_dims import MoEConfig
+from recipe_gkd.actor.mixture_configs import experts_in_some_layers
 
 WITHOUT_WINDOW = {"use_sliding_window": (False,)}
 OF_WINDOWS = frozenset({"sliding_window", "max_window_layers", "layer_types"})
@@ -40,23 +38,6 @@ def _qwen2_moe_rules(dims: ModelDims, layer: int) -> WeightRules:
     return (INPUT_NORM, *qkv(dims), OUTPUT, MLP_NORM, router, SHARED_GATE, *shared, *of_experts)
 
 
-def _moe(hf: Any, shared_ffn: int | None) -> MoEConfig | None:
-    layers = tuple(
-        layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0
-        for layer in range(hf.num_hidden_layers)
-    )
-    if not hf.num_experts or not any(layers):
-        return None
-    return MoEConfig(
-        layers=layers,
-        experts=hf.num_experts,
-        top_k=hf.num_experts_per_tok,
-        ffn=hf.moe_intermediate_size,
-        normalized=hf.norm_topk_prob,
-        shared_ffn=shared_ffn,
-    )
-
-
 QWEN2 = Family(
     model_type="qwen2",
     numbers=lambda hf: {"qkv_bias": True},
@@ -73,7 +54,7 @@ QWEN3 = Family(
 )
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
-    numbers=lambda hf: {"qkv_bias": hf.qkv_bias, "moe": _moe(hf, hf.shared_expert_intermediate_size)},
+    numbers=lambda hf: {"qkv_bias": hf.qkv_bias, "moe": experts_in_some_layers(hf, hf.shared_expert_intermediate_size)},
     rules=_qwen2_moe_rules,
     required=WITHOUT_WINDOW,
     problem=single_expert_problem,
@@ -81,7 +62,7 @@ QWEN2_MOE = Family(
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
-    numbers=lambda hf: {"qk_norm": "head", "moe": _moe(hf, None)},
+    numbers=lambda hf: {"qk_norm": "head", "moe": experts_in_some_layers(hf, None)},
     rules=_qwen3_rules,
     required=WITHOUT_WINDOW | {"attention_bias": (False,)},
     problem=single_expert_problem,
