@@ -23,7 +23,6 @@ import logging
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from own_memory import own_memory
+from own_memory import PeakMemory, own_memory
 from scale_model import ASSUMPTIONS, DriverCosts, Observation, extrapolate
 from scale_stages import (
     PROMPT_TOKENS,
@@ -142,25 +141,6 @@ class MeasuredTrainer(Trainer):
         rows = sum(sample.teacher.n_bytes for sample in batch.samples)
         self.steps.append((time.perf_counter(), time.process_time(), float(tokens), float(rows)))
         return metrics
-
-
-class PeakMemory:
-    """Peak of the memory that belongs to this process alone.
-
-    Another process samples it: in a thread it would be 14% of the driver's CPU time.
-    """
-
-    def __init__(self) -> None:
-        self.peak = 0
-
-    def __enter__(self) -> PeakMemory:
-        command = [sys.executable, Path(__file__).with_name("own_memory.py"), str(os.getpid())]
-        self._sampler = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        output, _ = self._sampler.communicate("", timeout=10)
-        self.peak = int(output or 0)
 
 
 def configured(case: Case, port: int, folder: Path, steps: int) -> Config:

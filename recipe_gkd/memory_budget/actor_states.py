@@ -154,7 +154,7 @@ def _fsdp_parameters(config: Config) -> tuple[list[tuple[int, ...]], list[tuple[
     module.requires_grad_(True)
     if not lora.rank:
         return base, []
-    add_adapters(module, lora, seed=0)
+    add_adapters(module, lora)
     return base, [tuple(parameter.shape) for parameter in module.parameters() if parameter.requires_grad]
 
 

@@ -1,15 +1,15 @@
-"""Construction of a sharded model: load on rank 0, then materialize, broadcast and shard one layer at a time.
+"""Construction of a sharded model: shard it without data, then read this rank's shards from the folder.
 
-No device ever holds the whole model, and only rank 0 holds it in host memory.
+No rank reads or holds more of the model than its shards, and the layer or expert tensor that it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from recipe_gkd.actor.fsdp.lora import add_adapters
-from recipe_gkd.actor.fsdp.weights import StoredTensor, stored_tensors
+from recipe_gkd.actor.folder_reader import FolderReader
+from recipe_gkd.actor.fsdp.folder_tensors import StoredTensor, read_rows, stored_tensors
+from recipe_gkd.actor.fsdp.local_rows import local_rows
+from recipe_gkd.actor.fsdp.lora import add_adapters, base_state, initialize_adapters
 from recipe_gkd.actor.student_dims import load_hf_config
 from recipe_gkd.config.keys import FSDP
 from recipe_gkd.config.schema import FsdpConfig, LoraConfig
 from recipe_gkd.errors import ConfigError, ModelError
-from teacher.common.weight_files import WeightFileError
 
 if TYPE_CHECKING:
-    from transformers import AutoModelForCausalLM, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 def load_sharded(
@@ -53,83 +54,104 @@ def load_sharded(
 
     Returns:
         The model in evaluation mode, because dropout would change the distribution that the rollout engine samples,
-        and the result of :func:`~recipe_gkd.actor.fsdp.weights.stored_tensors`.
+        and the result of :func:`~recipe_gkd.actor.fsdp.folder_tensors.stored_tensors`.
 
     Raises:
-        ModelError: The folder cannot be loaded on rank 0, or lacks weights. Raised on all ranks.
+        ModelError: A rank cannot read the folder, or the folder lacks weights. Raised on all ranks.
         ConfigError: ``wrap_policy`` or ``lora.target_modules`` names no module of the model.
     """
-    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    source, stored, failure = _load_on_first_rank(folder, options)
-    results: list[Any] = [failure, stored]
-    dist.broadcast_object_list(results)
-    if results[0] is not None:
-        raise results[0]
-    with torch.device("meta"):
-        module = _auto_model().from_config(load_hf_config(folder, trust_remote_code=trust_remote_code), **options)
-    if source is not None:
-        # `revert_weight_conversion` needs it for the names of the folder, which may be older than those of the model.
-        module._weight_conversions = getattr(source, "_weight_conversions", None)
+    result = _describe(folder, trust_remote_code=trust_remote_code)
+    _raise_on_all_ranks(result if isinstance(result, ModelError) else None)
+    module, stored, buffers = cast(_Described, result)
     # transformers would give the embedding of the padding token no gradient. Here it is a token that can be sampled.
     module.get_input_embeddings().padding_idx = None
     module.requires_grad_(True)
     if lora is not None and lora.rank:
-        for model in (module, source):
-            if model is not None:
-                add_adapters(model, lora, seed)
-    shard(module, source, config, mesh, device)
-    return module.eval(), results[1]
+        add_adapters(module, lora)
+    shard(module, config, mesh, device)
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+        with FolderReader(folder) as reader:
+            _read_shards(module, stored, reader)
+        initialize_adapters(module, seed)
+    return module.eval(), stored
 
 
-def _load_on_first_rank(
-    folder: Path, options: dict[str, Any]
-) -> tuple[Any, dict[str, StoredTensor] | None, ModelError | None]:
-    """Return the model with data and the form of its tensors in the folder on rank 0, or the error; nothing elsewhere.
+class _Described(NamedTuple):
+    """A model without data, the form of its tensors in the folder, and the initial values of its buffers by name."""
 
-    Args:
-        folder: Hugging Face folder of the model.
-        options: Options of ``from_pretrained``.
-    """
-    if dist.get_rank() != 0:
-        return None, None, None
+    module: Any
+    stored: dict[str, StoredTensor]
+    buffers: dict[str, Tensor]
+
+
+def _describe(folder: Path, *, trust_remote_code: bool) -> _Described | ModelError:
+    """Return what the configuration and the headers of the weight files say about a model, or the error."""
+    import transformers
+
     try:
-        source = _auto_model().from_pretrained(str(folder), local_files_only=True, **options)
-        return source, stored_tensors(source, folder), None
+        config = load_hf_config(folder, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            module = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+        with FolderReader(folder) as reader:
+            stored = stored_tensors(module, folder, reader.shapes())
+        return _Described(module, stored, computed_buffers(module))
     except ModelError as error:
-        return None, None, error
-    except (OSError, ValueError, KeyError, RuntimeError, WeightFileError) as error:
-        failure = ModelError(
+        return error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        return ModelError(
             f"transformers cannot load the model in {folder}: {type(error).__name__}: {error}",
             remedy="check the folder with AutoModelForCausalLM.from_pretrained",
             path=folder,
         )
-        return None, None, failure
 
 
-def shard(
-    module: PreTrainedModel, source: nn.Module | None, config: FsdpConfig, mesh: DeviceMesh, device: torch.device
-) -> None:
-    """Materialize a model on the device "meta" and shard it. Collective.
+def computed_buffers(module: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the values of the buffers that the model computes from its configuration, such as rotary frequencies.
+
+    Args:
+        module: Model on the device "meta". Its buffers get data.
+    """
+    for parameter in module.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so transformers leaves it as it is
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    module.initialize_weights()
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def _raise_on_all_ranks(failure: ModelError | None) -> None:
+    """Raise the error of the first rank that has one. Collective."""
+    failures: list[ModelError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for each in failures:
+        if each is not None:
+            raise each
+
+
+def shard(module: PreTrainedModel, config: FsdpConfig, mesh: DeviceMesh, device: torch.device) -> None:
+    """Shard a model on the device "meta", and allocate this rank's shards and the buffers, without values.
 
     Args:
         module: Model without data.
-        source: The same model with data on rank 0; None elsewhere.
         config: Sharding and data types.
         mesh: Mesh of all ranks.
-        device: Device of the parameters.
+        device: Device of the shards.
 
     Raises:
         ConfigError: ``wrap_policy`` names no module of the model.
     """
-    is_half = config.dtype != "float32"
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, config.dtype) if is_half else None, reduce_dtype=torch.float32
-    )
-    data = {} if source is None else _tensors(source)
-    fill = partial(_broadcast_from_source, data, device)
-    materialized: dict[int, Tensor] = {}
+    dtype = getattr(torch, config.dtype)
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)  # what is not trained needs no float32 copy
     for layer in [*_layers(module, config.wrap_policy), module]:
-        _materialize(module, layer, fill, materialized, getattr(torch, config.dtype))
         if config.gradient_checkpointing and layer is not module:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         reshard = config.reshard_after_forward and layer is not module
@@ -138,6 +160,31 @@ def shard(
         # The objective is divided by the tokens of the global batch, so gradients are summed. gloo can only sum.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
+    _allocate(module, device)
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Allocate the shards and the buffers on the device, keeping tied parameters tied."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            places.setdefault(id(parameter), []).append((part, name))
+    module.to_empty(device=device)
+    for (first, first_name), *others in places.values():
+        for part, name in others:
+            part._parameters[name] = first._parameters[first_name]
+
+
+def _read_shards(module: PreTrainedModel, stored: Mapping[str, StoredTensor], reader: FolderReader) -> None:
+    """Read this rank's shards of the parameters, and the buffers that the folder has."""
+    state = base_state(module)
+    for name, form in stored.items():
+        if not form.is_joined:
+            [in_folder] = form.shapes
+            reader.expect(in_folder, tuple(state[name].shape))
+        rows, first = local_rows(state[name])
+        if rows.numel():
+            rows.copy_(read_rows(module, name, form, reader, first, first + len(rows) if rows.dim() else None))
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
@@ -168,13 +215,6 @@ def resharded(module: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
-def _auto_model() -> type[AutoModelForCausalLM]:
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # it would be part of the run's log
-    return transformers.AutoModelForCausalLM
-
-
 def _layers(module: PreTrainedModel, wrap_policy: Sequence[str] | None) -> list[nn.Module]:
     """Return the modules whose weights are gathered together, in the order of the model."""
     names = set(wrap_policy if wrap_policy is not None else module._no_split_modules or ())
@@ -187,56 +227,3 @@ def _layers(module: PreTrainedModel, wrap_policy: Sequence[str] | None) -> list[
             keys=(f"{FSDP}.wrap_policy",),
         )
     return found
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, each tied tensor under all its names."""
-    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return tensors | dict(module.named_buffers(remove_duplicate=False))
-
-
-def _materialize(
-    root: nn.Module,
-    layer: nn.Module,
-    fill: Callable[[str, Tensor], Tensor],
-    materialized: dict[int, Tensor],
-    frozen_dtype: torch.dtype,
-) -> None:
-    """Replace parameters and buffers of a layer on the device "meta", keeping tied tensors tied.
-
-    Args:
-        root: The whole model, for the names.
-        layer: Layer to change. Its parts with data are not changed.
-        fill: Returns the tensor with data for a name and a tensor without.
-        materialized: New tensor by id of the old one.
-        frozen_dtype: Data type of parameters that are not trained.
-    """
-    prefixes = {id(part): name for name, part in root.named_modules()}
-    for part in layer.modules():
-        prefix = f"{prefixes[id(part)]}." if prefixes[id(part)] else ""
-        for tensors in (part._parameters, part._buffers):
-            for name, old in tensors.items():
-                if old is None or not old.is_meta:
-                    continue
-                if id(old) not in materialized:
-                    new = fill(prefix + name, old)
-                    materialized[id(old)] = _parameter(new, old, frozen_dtype) if isinstance(old, nn.Parameter) else new
-                tensors[name] = materialized[id(old)]  # type: ignore[assignment]
-
-
-def _parameter(data: Tensor, like: nn.Parameter, frozen_dtype: torch.dtype) -> nn.Parameter:
-    """Return a parameter that is trained, or frozen, as the given one. Frozen ones need no float32 copy."""
-    if like.requires_grad or not data.is_floating_point():
-        return nn.Parameter(data, requires_grad=like.requires_grad)
-    return nn.Parameter(data.to(frozen_dtype), requires_grad=False)
-
-
-def _broadcast_from_source(data: Mapping[str, Tensor], device: torch.device, name: str, like: Tensor) -> Tensor:
-    """Return the tensor of rank 0 with this name, on every rank. Collective."""
-    tensor = data[name].detach().to(device, copy=True) if data else torch.empty_like(like, device=device)
-    if tensor.dtype == torch.bool:  # gloo cannot send it
-        as_bytes = tensor.to(torch.uint8)
-        dist.broadcast(as_bytes, 0)
-        return as_bytes.bool()
-    dist.broadcast(tensor, 0)
-    return tensor

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipe_gkd.actor import lora
+from recipe_gkd.actor.fsdp.local_rows import local_rows
 from recipe_gkd.actor.peft_patches import is_converted, unconverted_targets
 from recipe_gkd.config.keys import LORA
 from recipe_gkd.config.schema import LoraConfig
@@ -27,13 +28,12 @@ ADAPTER = "default"
 """Name of the only adapter of a layer, as in peft."""
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
-    """Add adapters to a model, and freeze all its other parameters.
+def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Add adapters to a model, and freeze all its other parameters. See :func:`initialize_adapters`.
 
     Args:
-        model: Model of transformers, on the device "meta" or with data.
+        model: Model of transformers, not sharded, with or without data.
         config: Rank and target layers.
-        seed: Seed of the factor that is not zero.
 
     Raises:
         ConfigError: ``target_modules`` has a name that no linear layer of the model has, or peft refuses a layer.
@@ -53,12 +53,22 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
                 remedy=f"name other layers in {LORA}.target_modules",
                 keys=(f"{LORA}.target_modules",),
             ) from error
-    if device.type == "meta":
-        return
+
+
+@torch.no_grad()
+def initialize_adapters(model: nn.Module, seed: int) -> None:
+    """Fill this rank's rows of new adapters with values that do not change the model.
+
+    Args:
+        model: Model with adapters, sharded or not.
+        seed: Seed of the factor that is not zero.
+    """
     for name, layer in adapted_layers(model).items():
-        factor = layer.lora_A[ADAPTER].weight
-        rank, n_inputs = factor.shape
-        factor.data.copy_(lora.initial_factor(name, rank, n_inputs, seed))
+        a_RI, b_OR = (getattr(layer, factor)[ADAPTER].weight for factor in ("lora_A", "lora_B"))
+        rows, first = local_rows(a_RI)
+        rank, n_inputs = a_RI.shape
+        rows.copy_(lora.initial_factor(name, rank, n_inputs, seed)[first : first + len(rows)])
+        local_rows(b_OR)[0].zero_()
 
 
 def target_layers(model: PreTrainedModel, names: Sequence[str] | None) -> list[str]:

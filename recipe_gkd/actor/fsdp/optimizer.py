@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from recipe_gkd.actor.fsdp.local_rows import local_rows
 from recipe_gkd.config.schema import OptimConfig
 
 
@@ -75,21 +75,13 @@ def keep_padding_rows(model: Any, n_token_ids: int) -> Iterator[None]:
     """
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     weights = {id(layer.weight): layer.weight for layer in layers if layer is not None}
-    rows = [_local_rows(weight, n_token_ids) for weight in weights.values()]
+    local = [local_rows(weight) for weight in weights.values()]
+    rows = [tensor[max(0, n_token_ids - first) :] for tensor, first in local]
     kept = [tensor.clone() for tensor in rows]
     yield
     with torch.no_grad():
         for tensor, before in zip(rows, kept, strict=True):
             tensor.copy_(before)
-
-
-def _local_rows(weight: Tensor, first: int) -> Tensor:
-    """Return a view of this rank's rows of a weight from a global index on."""
-    if not isinstance(weight, DTensor):
-        return weight.detach()[first:]
-    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    local: Tensor = weight.to_local()
-    return local.detach()[max(0, first - offset[0]) :]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

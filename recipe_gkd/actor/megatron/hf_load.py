@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
+from recipe_gkd.actor.folder_reader import FolderReader
 from recipe_gkd.actor.megatron.hf_layout import read_shard
 from recipe_gkd.actor.megatron.hf_names import EMBEDDING, EXPERT, OUTPUT, Weight, weights
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.ranks import Layout
 from recipe_gkd.errors import ModelError
-from teacher.common.weight_files import INDEX_NAME, WeightFileError, open_weights, read_index
-
-if TYPE_CHECKING:
-    from safetensors import safe_open
 
 LocalWeight = tuple[Weight, Tensor | None]
 """A weight of the model and this rank's parameter or buffer for it; None if only other ranks have the weight."""
@@ -73,8 +68,7 @@ def load_hf(path: str | Path, chunks: Sequence[GPTModel], dims: ModelDims, layou
         ModelError: A tensor is missing or has another shape, or a file cannot be read.
     """
     unfilled = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
-    with ExitStack() as stack:
-        reader = _FolderReader(Path(path), stack)
+    with FolderReader(Path(path)) as reader:
         for weight, parameter in local_weights(chunks, dims, layout):
             targets = [] if parameter is None else [parameter]
             if dims.tied and weight.mcore == (EMBEDDING,):  # a separate last stage has a copy of the tied embedding
@@ -94,54 +88,3 @@ def load_hf(path: str | Path, chunks: Sequence[GPTModel], dims: ModelDims, layou
         raise ModelError(
             f"{path}: the folder has no weights for these parameters: {', '.join(names)}", path=Path(path), names=names
         )
-
-
-class _FolderReader:
-    """Reader of tensor slices from one safetensors file, or from several files with an index.
-
-    A file is opened when it is needed for the first time.
-    """
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._folder, self._stack = folder, stack
-        self._open: dict[str, safe_open] = {}
-        single = folder / "model.safetensors"
-        try:
-            file_of = read_index(folder)
-        except WeightFileError as error:
-            raise ModelError(str(error), path=folder / INDEX_NAME) from error
-        if file_of is None:
-            if not single.is_file():
-                raise ModelError(
-                    f"no {single.name} or {INDEX_NAME} in {folder}",
-                    remedy="save the model in that format (save_pretrained does)",
-                    path=folder,
-                )
-            file_of = dict.fromkeys(self._handle(single.name).keys(), single.name)
-        self._file_of = file_of
-
-    def expect(self, name: str, size: tuple[int, ...]) -> None:
-        if name not in self._file_of:
-            raise ModelError(
-                f"{self._folder}: there is no tensor {name}, expected according to config.json",
-                path=self._folder,
-                names=(name,),
-            )
-        shape = tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
-        if shape != size:
-            raise ModelError(
-                f"{self._folder}: tensor {name} has shape {shape}, expected {size} according to config.json",
-                path=self._folder / self._file_of[name],
-                names=(name,),
-            )
-
-    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        return self._handle(self._file_of[name]).get_slice(name)[index or ...]
-
-    def _handle(self, file: str) -> safe_open:
-        if file not in self._open:
-            try:
-                self._open[file] = self._stack.enter_context(open_weights(self._folder / file, framework="pt"))
-            except WeightFileError as error:
-                raise ModelError(str(error), path=self._folder / file) from error
-        return self._open[file]

@@ -20,6 +20,7 @@ from recipe_gkd.actor.fsdp.lora import (
     adapter_dropout,
     add_adapters,
     base_state,
+    initialize_adapters,
     layers_by_weight,
     merged_weight,
     target_layers,
@@ -59,7 +60,8 @@ class TestAddAdapters:
     @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
     def test_default_layers_are_those_of_all_linear(self, kind: str) -> None:
         model, other = make_model(kind), make_model(kind)
-        add_adapters(model, options(), seed=1)
+        add_adapters(model, options())
+        initialize_adapters(model, seed=1)
         peft.inject_adapter_in_model(peft.LoraConfig(target_modules="all-linear", fan_in_fan_out=kind == "gpt2"), other)
         assert list(adapted_layers(model)) == list(adapted_layers(other))
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -70,7 +72,8 @@ class TestAddAdapters:
         for model, seed in zip(models, (1, 1, 2), strict=True):
             torch.rand(seed)
             state = torch.get_rng_state()
-            add_adapters(model, options(), seed=seed)
+            add_adapters(model, options())
+            initialize_adapters(model, seed=seed)
             assert torch.equal(torch.get_rng_state(), state)
         one, same, other = ([p for p in model.parameters() if p.requires_grad] for model in models)
         assert all(torch.equal(*pair) for pair in zip(one, same, strict=True))
@@ -79,7 +82,8 @@ class TestAddAdapters:
     def test_model_on_meta_gets_adapters_on_meta(self) -> None:
         with torch.device("meta"):
             model = make_model()
-        add_adapters(model, options(), seed=1)
+        add_adapters(model, options())
+        initialize_adapters(model, seed=1)
         assert all(parameter.is_meta for parameter in model.parameters())
 
     def test_target_names_select_layers_by_last_parts(self) -> None:
@@ -91,7 +95,7 @@ class TestAddAdapters:
     @pytest.mark.parametrize("name", ["query", "lm_head", "embed_tokens", "proj"])
     def test_target_name_of_no_linear_layer_is_refused(self, name: str) -> None:
         with raises(ConfigError, keys=(f"{LORA}.target_modules",)):
-            add_adapters(make_model(), options(target_modules=["q_proj", name]), seed=1)
+            add_adapters(make_model(), options(target_modules=["q_proj", name]))
 
 
 class TestMergedWeights:
@@ -99,7 +103,8 @@ class TestMergedWeights:
     def test_base_state_with_merged_weights_equals_merge_and_unload(self, kind: str) -> None:
         model = make_model(kind)
         names = list(model.state_dict())
-        add_adapters(model, options(), seed=1)
+        add_adapters(model, options())
+        initialize_adapters(model, seed=1)
         fill_adapters(model)
         layers, state = layers_by_weight(model), base_state(model)
         assert list(state) == names
@@ -114,7 +119,8 @@ class TestMergedWeights:
     def test_half_precision_weight_is_merged_in_float32(self) -> None:
         """A change of less than one half unit of bfloat16 is not lost before the caller rounds."""
         model = make_model()
-        add_adapters(model, options(target_modules=["q_proj"]), seed=1)
+        add_adapters(model, options(target_modules=["q_proj"]))
+        initialize_adapters(model, seed=1)
         [layer] = adapted_layers(model).values()
         layer.base_layer.to(torch.bfloat16).weight.data.fill_(1.0)
         layer.lora_A["default"].weight.data.fill_(2.0**-12)
@@ -134,7 +140,8 @@ def test_checkpoint_of_other_alpha_is_refused() -> None:
     """The shapes of the weights are equal, but not their effect."""
     models = {alpha: make_model() for alpha in (12, 8)}
     for alpha, model in models.items():
-        add_adapters(model, options(alpha=alpha), seed=1)
+        add_adapters(model, options(alpha=alpha))
+        initialize_adapters(model, seed=1)
     saved, own = ({"model": model_dims(SimpleNamespace(module=model)), "weights": {}} for model in models.values())  # type: ignore[arg-type]
     check_same_model(Path("saved"), saved, saved["model"], {})
     with raises(CheckpointMismatch, differing=("lora_alpha",), path=Path("saved")):
@@ -151,7 +158,8 @@ def test_utilization_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
 class TestDropout:
     def test_dropout_is_active_only_inside_of_context(self) -> None:
         model, ids = make_model(), torch.arange(6)[None]
-        add_adapters(model, options(dropout=0.5), seed=1)
+        add_adapters(model, options(dropout=0.5))
+        initialize_adapters(model, seed=1)
         fill_adapters(model.eval())
         want = model(ids).logits
         with adapter_dropout(model):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from recipe_gkd.actor.fsdp.loading import load_sharded
-from recipe_gkd.actor.fsdp.weights import export_weights, stored_tensors, weights_meta
+from recipe_gkd.actor.fsdp.folder_tensors import StoredTensor, stored_tensors
+from recipe_gkd.actor.fsdp.weights import export_weights, weights_meta
 from recipe_gkd.errors import ModelError
-from tests._support.base_config import base_config
+from teacher.common.weight_files import weight_shapes
 from tests._support.causal_models import random_causal_lm
 from tests._support.errors import raises
 
@@ -42,6 +41,10 @@ def saved(folder: Path, class_name: str, options: dict[str, Any], change: Callab
 
 def stored(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
+
+
+def forms_of(model: Any, folder: Path) -> dict[str, StoredTensor]:
+    return stored_tensors(model, folder, weight_shapes(folder))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def test_export_has_the_tensors_of_the_folder(
     tmp_path: Path,
 ) -> None:
     model = saved(tmp_path, class_name, options, change)
-    forms = stored_tensors(model, tmp_path)
+    forms = forms_of(model, tmp_path)
     assert list(forms[name].shapes) == [exported]
     found = dict(export_weights(model, forms, torch.float32, is_first_rank=True))
     assert found.keys() == stored(tmp_path).keys()
@@ -83,7 +86,7 @@ def test_export_has_the_tensors_of_the_folder(
 
 def test_joined_experts_are_exported_one_by_one(tmp_path: Path) -> None:
     model = saved(tmp_path, "MixtralForCausalLM", EXPERTS)
-    forms = stored_tensors(model, tmp_path)
+    forms = forms_of(model, tmp_path)
     form = forms["model.layers.1.mlp.experts.gate_up_proj"]
     assert form.is_joined and len(form.shapes) == 2 * EXPERTS["num_local_experts"]
     found = dict(export_weights(model, forms, torch.float32, is_first_rank=True))
@@ -98,25 +101,33 @@ def test_joined_experts_are_exported_one_by_one(tmp_path: Path) -> None:
         assert list(part) == [name for name, *_ in group]
 
 
-def test_experts_of_another_form_than_in_the_folder_are_refused(tmp_path: Path) -> None:
-    model = saved(tmp_path / "model", "MixtralForCausalLM", EXPERTS)
-    random_causal_lm("MixtralForCausalLM", EXPERTS).save_pretrained(tmp_path / "joined", save_original_format=False)
-    with raises(ModelError, names=("model.layers.0.mlp.experts.gate_up_proj",)):
-        stored_tensors(model, tmp_path / "joined")
+def test_experts_that_are_joined_in_the_folder_are_exported_joined(tmp_path: Path) -> None:
+    random_causal_lm("MixtralForCausalLM", EXPERTS).save_pretrained(tmp_path, save_original_format=False)
+    model = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
+    found = dict(export_weights(model, forms_of(model, tmp_path), torch.float32, is_first_rank=True))
+    assert "model.layers.1.mlp.experts.gate_up_proj" in found and found.keys() == stored(tmp_path).keys()
+
+
+def test_folder_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
+    lacking = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    random_causal_lm("MixtralForCausalLM", EXPERTS).save_pretrained(tmp_path)
+    state = stored(tmp_path)
+    del state[lacking]
+    save_file(state, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = random_causal_lm("MixtralForCausalLM", EXPERTS)
+    with raises(ModelError, names=("model.layers.1.mlp.experts.down_proj",)) as caught:
+        forms_of(model, tmp_path)
+    assert lacking in str(caught.value)
 
 
 def test_buffer_that_is_not_stored_is_not_exported(tmp_path: Path) -> None:
     model = saved(tmp_path, "ApertusForCausalLM", SIZES, lambda name: None if name == BUFFER else name)
-    assert BUFFER in model.state_dict() and BUFFER not in stored_tensors(model, tmp_path)
+    assert BUFFER in model.state_dict() and BUFFER not in forms_of(model, tmp_path)
 
 
-def test_folder_that_lacks_a_weight_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
     """Without this check, transformers warns, and gives the weight random values."""
     model = saved(tmp_path, "LlamaForCausalLM", SIZES, lambda name: None if name == "model.norm.weight" else name)
     with raises(ModelError, path=tmp_path, names=("model.norm.weight",)):
-        stored_tensors(model, tmp_path)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda results: None)
-    fsdp, no_mesh = base_config().actor_rollout_ref.actor.fsdp_config, cast(Any, None)
-    with raises(ModelError, path=tmp_path, names=("model.norm.weight",)):
-        load_sharded(tmp_path, fsdp, mesh=no_mesh, device=torch.device("cpu"), trust_remote_code=False)
+        forms_of(model, tmp_path)

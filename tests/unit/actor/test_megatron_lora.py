@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from recipe_gkd.actor.fsdp.lora import adapted_layers, add_adapters, target_layers
+from recipe_gkd.actor.fsdp.lora import adapted_layers, add_adapters, initialize_adapters, target_layers
 from recipe_gkd.actor.lora import initial_factor
 from recipe_gkd.actor.megatron.checkpoint_load import check_same_adapters
 from recipe_gkd.actor.megatron.families import FAMILIES
@@ -100,7 +100,8 @@ class TestAdapter:
         self, kind: str, tp_size: int, folders: dict[str, Path]
     ) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(folders[kind])
-        add_adapters(model, options(), seed=7)
+        add_adapters(model, options())
+        initialize_adapters(model, seed=7)
         layers, dims = adapted_layers(model), read_model_dims(folders[kind])
         table = adapted_weights(dims, options())
         for weight in table:

@@ -338,14 +338,21 @@ def plan_weight_buckets(config: Config, name: str) -> None:
 
 def adapt_linear_layer(config: Config, name: str) -> None:
     """Check that a layer with an adapter has finite outputs, gradients and merged weights."""
-    from recipe_gkd.actor.fsdp.lora import adapted_layers, adapter_dropout, add_adapters, merged_weight
+    from recipe_gkd.actor.fsdp.lora import (
+        adapted_layers,
+        adapter_dropout,
+        add_adapters,
+        initialize_adapters,
+        merged_weight,
+    )
 
     lora = config.actor_rollout_ref.actor.lora
     model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4))
     model.get_output_embeddings = lambda: None
     if not lora.rank:
         return
-    add_adapters(model, lora, config.data.seed)
+    add_adapters(model, lora)
+    initialize_adapters(model, config.data.seed)
     with adapter_dropout(model):
         output = model(torch.ones(1, 4))
     output.sum().backward()
