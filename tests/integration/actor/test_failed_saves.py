@@ -26,7 +26,9 @@ REASONS = {
 
 
 class TestSave:
-    @pytest.mark.parametrize(("asynchronous", "faulty_rank"), [("true", 1), ("false", 0)])
+    @pytest.mark.parametrize(
+        ("asynchronous", "faulty_rank"), [("true", 1), pytest.param("false", 0, marks=pytest.mark.slow)]
+    )
     def test_save_with_writer_fault_raises_on_all_ranks_and_next_save_succeeds(
         self, asynchronous: str, faulty_rank: int, pool: WorkerPool, folders: dict[str, Path], tmp_path: Path
     ) -> None:

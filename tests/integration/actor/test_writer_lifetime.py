@@ -34,6 +34,7 @@ def _actor_class() -> Any:
     return ray.remote(Actor)
 
 
+@pytest.mark.slow
 def test_writer_outlives_forking_thread_but_not_actor(ray_session: Any) -> None:
     actor = _actor_class().options(num_cpus=0).remote()
     actor_pid, writer_pid = ray.get(actor.start.remote(), timeout=PATIENCE_S)

@@ -52,7 +52,8 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(2 * PATIENCE_S)
 # tests/unit/conversations has the division of rewritten conversations.
-@pytest.mark.parametrize("history", ["refuse", pytest.param("rewrite", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/unit/conversations has the stage, with the tokens of templates and the history
+@pytest.mark.parametrize("history", ["refuse", "rewrite"])
 def test_student_that_teaches_itself_has_no_loss_in_any_turn(student: Path, tmp_path: Path, history: str) -> None:
     """Rows of the teacher, log-probabilities of the engine and logits of the actor belong to the same tokens."""
     folder = shutil.copytree(student, tmp_path / history)

@@ -21,7 +21,7 @@ TWO_RANKS = (
 @pytest.mark.parametrize(
     ("point", "rank", "number"),
     [
-        pytest.param("update", 1, signal.SIGSTOP, id="stopped in update"),
+        pytest.param("update", 1, signal.SIGSTOP, id="stopped in update", marks=pytest.mark.slow),
         pytest.param("gather", 1, signal.SIGSTOP, id="stopped in gather", marks=pytest.mark.slow),
         pytest.param("broadcast", 0, signal.SIGSTOP, id="stopped in broadcast", marks=pytest.mark.slow),
         pytest.param("update", 1, signal.SIGKILL, id="killed in update", marks=pytest.mark.slow),

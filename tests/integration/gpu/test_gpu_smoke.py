@@ -36,6 +36,7 @@ def test_check_on_gpu_passes(name: str, tmp_path: Path) -> None:
         pytest.skip(result["detail"])
 
 
+@pytest.mark.slow
 def test_fast_checks_on_cpu_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = run_smoke(tmp_path, "--device", "cpu", "--only", *FAST_ON_CPU)
     assert list(results) == ["machine", *FAST_ON_CPU]

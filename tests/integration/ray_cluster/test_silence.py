@@ -183,7 +183,10 @@ async def stop(pools: Pools, _: Path) -> object:
 @pytest.mark.parametrize(
     ("phase", "line"),
     [
-        (start, r"start, read device reports: waits \d+ of 600 s \(trainer.startup_timeout_s\) for actor worker 1"),
+        pytest.param(
+            start, r"start, read device reports: waits \d+ of 600 s \(trainer.startup_timeout_s\) for actor worker 1",
+            marks=pytest.mark.slow,
+        ),
         (start, r"start, read device reports: waits \d+ of 600 s .* for .*rollout worker 1"),
         (sync, r"weight sync v4, begin: waits \d+ of 500 s \(actor_rollout_ref.nccl_timeout\) for rollout worker 1$"),
         (generate, r"generate, step 4: waits \d+ of 400 s \(.*rollout.timeout_s\) for 5 responses of rollout worker 1"),

@@ -65,6 +65,7 @@ def test_engine_on_a_cpu_is_refused_by_name(pool: WorkerPool, tmp_path: Path) ->
     assert "routing_replay=true on a CPU" in error
 
 
+@pytest.mark.slow
 def test_response_has_the_experts_of_the_output(pool: WorkerPool) -> None:
     [response] = pool.run(1, convert_output, np.full((4, 3, 2), 200, np.uint8))
     assert response.routed_experts_PX.dtype == np.int16 and response.routed_experts_PX.shape == (4, 3, 2)

@@ -114,7 +114,9 @@ def test_sync_two_workers_get_same_version(pool: Pool, caplog: pytest.LogCapture
     assert "MB/s), 2 rollout workers" in caplog.text
 
 
-@pytest.mark.parametrize("stall_s", [0.0, TRANSPORT_TIMEOUT_S + 2], ids=["raises", "stalls"])
+@pytest.mark.parametrize(
+    "stall_s", [0.0, pytest.param(TRANSPORT_TIMEOUT_S + 2, marks=pytest.mark.slow)], ids=["raises", "stalls"]
+)
 def test_sync_in_place_failure_invalidates_until_full_sync(pool: Pool, stall_s: float) -> None:
     reset(pool, 0)
     pool.call_actor("set_weights", NEW, True)

@@ -333,6 +333,7 @@ class TestFaults:
         run(lambda: pool._kill_silent(0, 0.0))
         assert "does not answer" not in caplog.text
 
+    @pytest.mark.slow
     def test_stopped_worker_is_a_timeout_without_its_node_and_is_killed_once_with_it(
         self, service: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

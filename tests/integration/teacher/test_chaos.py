@@ -23,6 +23,8 @@ from tests._support.ports import free_port
 from tests._support.teacher_service import MAX_MODEL_LEN, VOCAB_SIZE, processes_of, run_script
 from tests._support.waiting import PATIENCE_S, wait_until
 
+pytestmark = pytest.mark.slow  # tests/fuzz and scoring/test_pool.py have faults of proxies and workers
+
 N_REQUESTS = 200
 
 

@@ -63,6 +63,7 @@ def complete(port: str, ids: list[int]) -> dict[str, Any]:
 # --- scripts ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_scripts_secured_service_starts_joins_and_stops(python: Path, tmp_path: Path) -> None:
     assert main(["keys", "--auth-dir", str(tmp_path / "keys")]) == 0
     copy = tmp_path / "another machine"

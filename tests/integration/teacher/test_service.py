@@ -209,7 +209,7 @@ def test_second_service_on_same_port_is_refused(service: Service, client: Teache
         "unknown backend",
         pytest.param("k too large", marks=pytest.mark.slow),
         "ranks do not divide the heads",
-        "longer than the model",
+        pytest.param("longer than the model", marks=pytest.mark.slow),
     ],
 )
 def test_start_invalid_settings_fails_without_leaving_processes(wrong: str, tiny_qwen2: Path, tmp_path: Path) -> None:

@@ -96,6 +96,11 @@ def assert_csv_has_metrics(path: Path, metrics: list[dict[str, float]]) -> None:
         assert [float(row[name]) for row in rows] == pytest.approx([line[name] for line in metrics])
 
 
+def assert_metrics_are_documented(run: Run) -> None:
+    names = {name for line in run.metrics for name in line}
+    assert len(names) > 60 and [name for name in sorted(names) if not is_documented(name)] == []
+
+
 class TestSchedule:
     @pytest.mark.parametrize(
         ("scheduler", "max_staleness"),
@@ -123,6 +128,7 @@ class TestSchedule:
         assert run.metrics[-1]["training/epoch"] == 2.0
         assert run.metrics[-1]["actor/kl_loss"] < run.metrics[0]["actor/kl_loss"]
         assert not [name for name in METRICS if name not in run.metrics[-1]]
+        assert_metrics_are_documented(run)
         assert_timings_add_up(run, scheduler)
         events = json.loads((tmp_path / "trace.json").read_text())
         spans = [event["name"].split()[0] for event in events if event["ph"] == "B"]
@@ -224,10 +230,10 @@ class TestColdStart:
             assert line["actor/kl_loss"] == pytest.approx(expected["actor/kl_loss"], rel=1e-4)
 
 
+@pytest.mark.slow  # tests/integration/actor resumes checkpoints in any layout
 class TestResume:
     def test_every_metric_is_documented(self, reference_run: Run) -> None:
-        names = {name for line in reference_run.metrics for name in line}
-        assert len(names) > 60 and [name for name in sorted(names) if not is_documented(name)] == []
+        assert_metrics_are_documented(reference_run)
 
     def test_reference_run_trains_all_loss_terms(self, reference_run: Run) -> None:
         """A quarter of the prompts have a reference response; the others have two sampled ones with rewards."""
@@ -245,7 +251,6 @@ class TestResume:
         first, last = reference_run.metrics[0], reference_run.metrics[-1]
         assert last["actor/sft_loss"] < first["actor/sft_loss"] and last["actor/kl_loss"] < first["actor/kl_loss"]
 
-    @pytest.mark.slow  # test_kills.py resumes a run too, but not from a chosen checkpoint
     def test_resumed_run_equals_uninterrupted_run_and_saves_loadable_model(
         self, start_run: StartRun, validation: list[str], reference_run: Run
     ) -> None:

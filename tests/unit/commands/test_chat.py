@@ -154,9 +154,8 @@ class TestErrors:
 
 
 class TestTerminal:
-    @pytest.mark.parametrize(
-        ("end", "status"), [pytest.param(b"\x04", 0, marks=pytest.mark.slow), (signal.SIGINT, 130)]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("end", "status"), [(b"\x04", 0), (signal.SIGINT, 130)])
     def test_sigint_stops_only_the_response(
         self, end: bytes | signal.Signals, status: int, endless_model: Path
     ) -> None:

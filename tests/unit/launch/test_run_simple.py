@@ -62,7 +62,7 @@ def test_missing_teacher_is_named(script: str, teacher: str, message: str) -> No
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("script", ["run_simple.sh", "run_qwen2.5_one_node.sh"])
+@pytest.mark.parametrize("script", ["run_simple.sh", pytest.param("run_qwen2.5_one_node.sh", marks=pytest.mark.slow)])
 def test_paths_of_the_caller_reach_the_configuration(tmp_path: Path, script: str) -> None:
     """The script changes the directory, and Hydra's grammar has a meaning for most of these characters."""
     folder = tmp_path / NAME_WITH_SYNTAX
@@ -86,8 +86,8 @@ def test_paths_of_the_caller_reach_the_configuration(tmp_path: Path, script: str
     ("script", "config_path"),
     [
         ("run_simple.sh", ["--config-path=./conf"]),
-        ("run_qwen2.5_one_node.sh", ["--config-path", "conf"]),
-        ("run_qwen2.5_ray_cluster.sh", ["--config-path=./conf"]),
+        pytest.param("run_qwen2.5_one_node.sh", ["--config-path", "conf"], marks=pytest.mark.slow),
+        pytest.param("run_qwen2.5_ray_cluster.sh", ["--config-path=./conf"], marks=pytest.mark.slow),
     ],
 )
 def test_only_paths_are_resolved(tmp_path: Path, script: str, config_path: list[str]) -> None:

@@ -38,6 +38,7 @@ CASES = {
     "Qwen": Case(width=QWEN, real_columns=QWEN, k=256, dtype=BRAIN, temperature=2.5, has_slope=True),
     "Qwen, one position": Case(rows=1, width=QWEN, real_columns=QWEN - 1, k=1024, dtype=SINGLE, temperature=0.3),
 }
+LONG_CASES = ("one column less than a block", "Qwen", "shard of Qwen", "shard of Qwen, half padding")
 EXTREME_SHAPES = (
     Case(rows=2, width=GPT2, real_columns=GPT2 - 1, k=256, dtype=BRAIN, temperature=0.3, has_slope=True),
     Case(rows=2, width=2 * BLOCK + 1, real_columns=2 * BLOCK, k=1024, dtype=HALF, temperature=2.5, has_slope=True),
@@ -63,7 +64,9 @@ def sweep_case(seed: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG_CASES else ()) for name in CASES]
+)
 def test_sums_and_gradient_equal_dense_float64(interpreted: Run, name: str) -> None:
     interpreted(check_kernels, CASES[name])
 

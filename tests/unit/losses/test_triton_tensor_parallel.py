@@ -188,6 +188,7 @@ def log_stats_on_rank(rank: int, world_size: int, port: int) -> list[list[np.nda
         ]
 
 
+@pytest.mark.slow
 def test_log_stats_equal_dense_float64(interpreted_ranks: Run) -> None:
     ranks = interpreted_ranks(log_stats_on_rank)
     for number, (run, dtype) in enumerate(LOG_STATS_RUNS):
@@ -205,6 +206,7 @@ def fused_head_on_rank(rank: int, world_size: int, port: int) -> list[list[np.nd
         ]
 
 
+@pytest.mark.slow
 def test_fused_head_equals_unfused(interpreted_ranks: Run) -> None:
     ranks = interpreted_ranks(fused_head_on_rank)
     for number, (dtype, temperature, _) in enumerate(FUSED_HEAD_RUNS):

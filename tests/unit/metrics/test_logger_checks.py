@@ -100,10 +100,12 @@ def wandb_service(status: int | None) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("status", "key", "expected"),
     [
-        (503, "a" * 40, "the login could not be checked"),
+        pytest.param(503, "a" * 40, "the login could not be checked", marks=pytest.mark.slow),
         (None, "a" * 40, "the login could not be checked"),
         (401, "a" * 40, "ConfigError: trainer.logger has wandb, but its login failed"),
-        (503, "short", "ConfigError: trainer.logger has wandb, but its login failed"),
+        pytest.param(
+            503, "short", "ConfigError: trainer.logger has wandb, but its login failed", marks=pytest.mark.slow
+        ),
         (503, "", "ConfigError: trainer.logger has wandb, but no API key was found"),
     ],
 )

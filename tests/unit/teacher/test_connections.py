@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,9 @@ def io_thread_runtimes_ns() -> dict[str, int]:
     """Return the CPU time of libzmq's I/O threads of this process, in nanoseconds by thread id."""
     runtimes = {}
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().startswith("ZMQbg/IO"):
-            runtimes[task.name] = int((task / "schedstat").read_text().split()[0])
+        with suppress(FileNotFoundError):  # the thread has ended
+            if (task / "comm").read_text().startswith("ZMQbg/IO"):
+                runtimes[task.name] = int((task / "schedstat").read_text().split()[0])
     return runtimes
 
 
