@@ -34,8 +34,13 @@ def table() -> str:
 
 def page(text: str) -> str:
     """Return the page with the table of this version."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+    return with_block(text, BEGIN, table(), END)
+
+
+def with_block(text: str, begin: str, block: str, end: str) -> str:
+    """Return the page with a block between two marks."""
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
 
 
 def _reason(family: Family, attribute: str) -> str:
