@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import zmq
 
-from recipe_gkd import main_gkd
+from recipe_gkd import main_gkd, restarts
 from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.run_folder import RunFolder, check_outputs
 from recipe_gkd.config import Config
@@ -25,8 +25,8 @@ from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError, GkdError, UnexpectedError, WorkerDied
-from recipe_gkd.main_gkd import _reward_items
 from recipe_gkd.model_files import Student
+from recipe_gkd.run import _reward_items
 from recipe_gkd.runtime.stop_request import StopRequest
 from teacher.errors import TeacherTimeout
 from tests._support.base_config import base_config
@@ -123,7 +123,7 @@ class TestUnexpectedErrors:
 
         root, handlers = logging.getLogger(), logging.getLogger().handlers[:]
         monkeypatch.setattr(logging, "raiseExceptions", True)  # main sets it
-        monkeypatch.setattr(main_gkd, "run", run)
+        monkeypatch.setattr("recipe_gkd.run.run", run)
         monkeypatch.setattr(main_gkd, "raise_on_signals", lambda: None)
         overrides = [f"data.train_files={tmp_path}/x", "actor_rollout_ref.model.path=x"]
         try:
@@ -150,7 +150,7 @@ class TestUnexpectedErrors:
 
         handlers = logging.getLogger().handlers[:]
         monkeypatch.setattr(logging, "raiseExceptions", True)  # main sets it
-        monkeypatch.setattr(main_gkd, "run", run)
+        monkeypatch.setattr("recipe_gkd.run.run", run)
         monkeypatch.setattr(main_gkd, "raise_on_signals", lambda: None)
         overrides = [f"data.train_files={tmp_path}/x", "actor_rollout_ref.model.path=x"]
         try:
@@ -212,8 +212,8 @@ class TestRestarts:
                 calls.append("the restart was not canceled")
 
         trainer = SimpleNamespace(fit=lambda _: call("fit"), saver=SimpleNamespace(newest=None))
-        monkeypatch.setattr(main_gkd, "_load", lambda *_: call("load"))
-        monkeypatch.setattr(main_gkd, "Trainer", lambda *_: trainer)
+        monkeypatch.setattr(restarts, "load_weights", lambda *_: call("load"))
+        monkeypatch.setattr(restarts, "Trainer", lambda *_: trainer)
 
         async def actor_is_lost(error: BaseException) -> bool:
             return isinstance(error, WorkerDied)
@@ -222,7 +222,7 @@ class TestRestarts:
         plan: Any = SimpleNamespace(points=[], loader=None)
         context: Any = None
         config = base_config("trainer.save_freq=1", f"trainer.default_local_dir={folder}")
-        asyncio.run(main_gkd._train_with_restarts(config, workers, plan, context, context, stop))
+        asyncio.run(restarts.train_with_restarts(config, workers, plan, context, context, stop))
         return calls, stop
 
     def test_actor_lost_in_training_or_in_a_load_is_restarted(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe_gkd import main_gkd, preflight
+from recipe_gkd import preflight, restarts
+from recipe_gkd import run as run_module
 from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
 from recipe_gkd.checkpoints.state import Best, Progress, ResumeState
@@ -227,7 +228,7 @@ def test_chosen_or_mismatched_checkpoint_is_not_skipped() -> None:
     assert other.loaded == ["/run/global_step_8/actor"]
 
 
-# ---- main_gkd
+# ---- runs
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -261,9 +262,9 @@ def test_position_and_best_follow_loaded_checkpoint(
 
         async def fit(self, stop: StopRequest) -> None: ...
 
-    monkeypatch.setattr(main_gkd, "start_cluster", start_cluster)
-    monkeypatch.setattr(main_gkd, "Trainer", Trainer)
-    monkeypatch.setattr(main_gkd, "choose_device", lambda _: "cpu")
+    monkeypatch.setattr(restarts, "start_cluster", start_cluster)
+    monkeypatch.setattr(restarts, "Trainer", Trainer)
+    monkeypatch.setattr(restarts, "choose_device", lambda _: "cpu")
     validation = ["trainer.test_freq=1", "data.val_files=x", "custom_reward_function.path=x"]
     settings: Any = config(tmp_path, "trainer.best_metric=m", *validation)
     loader: Any = SimpleNamespace(last_step=lambda position, step: step + (100 - position) // 10)
@@ -271,8 +272,8 @@ def test_position_and_best_follow_loaded_checkpoint(
     nothing: Any = None
     teachers: Any = SimpleNamespace(client_specs=dict, caches={})
     points = resume_points(settings, PROGRESS)
-    plan = main_gkd.TrainingPlan(loader=loader, points=points, fresh=PROGRESS, stop_token_ids=(), n_tokens=8)
-    asyncio.run(main_gkd._train(settings, plan, teachers, nothing, folder, StopRequest()))
+    plan = restarts.TrainingPlan(loader=loader, points=points, fresh=PROGRESS, stop_token_ids=(), n_tokens=8)
+    asyncio.run(restarts.train(settings, plan, teachers, nothing, folder, StopRequest()))
     [start] = started
     load = ("load_checkpoint", str(tmp_path / "global_step_4" / "actor"))
     if damaged:
@@ -293,13 +294,13 @@ def test_restart_resumes_from_a_checkpoint_that_the_disk_completed_later(tmp_pat
     """Its save was given up when the actors were lost, and it may have removed the one before."""
     write_checkpoints(tmp_path, 4)
     nothing: Any = None
-    plan = main_gkd.TrainingPlan(loader=nothing, points=[], fresh=PROGRESS, stop_token_ids=(), n_tokens=8)
-    [point] = main_gkd._newest_point(config(tmp_path), tmp_path / "global_step_2", plan)
+    plan = restarts.TrainingPlan(loader=nothing, points=[], fresh=PROGRESS, stop_token_ids=(), n_tokens=8)
+    [point] = restarts.newest_point(config(tmp_path), tmp_path / "global_step_2", plan)
     assert point.folder == tmp_path / "global_step_4"
 
 
 class Command:
-    """``main_gkd.run`` without teacher, Ray and workers. ``train`` replaces the training."""
+    """``run.run`` without teacher, Ray and workers. ``train`` replaces the training."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
         table = {"prompt": ["1+1=", "1+2="], "answer": ["2", "3"]}
@@ -326,19 +327,19 @@ class Command:
             "identify_model": lambda *_: {"tokenizer": student.fingerprint},
             "connected_cluster": lambda _: nullcontext(),
             "raise_on_signals": lambda: None,
-            "_train": self._train,
+            "train": self._train,
         }
         for name, replacement in replacements.items():
-            monkeypatch.setattr(main_gkd, name, replacement)
+            monkeypatch.setattr(run_module, name, replacement)
         monkeypatch.setattr(preflight, "check_stop_ids", lambda *_: frozenset())
 
-    async def _train(self, config: Any, plan: main_gkd.TrainingPlan, *_: Any) -> None:
+    async def _train(self, config: Any, plan: restarts.TrainingPlan, *_: Any) -> None:
         self.points, self.progress = [point.progress.step for point in plan.points], plan.fresh
         self.train()
 
     def run(self) -> None:
         folder: Any = SimpleNamespace(path=self.root)
-        main_gkd.run(self.config, "", folder)
+        run_module.run(self.config, "", folder)
 
 
 def test_run_recovers_before_and_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,10 +372,10 @@ def test_failed_last_recovery_does_not_hide_error(
                 raise OSError(errno.ESTALE, "Stale file handle")
             disk_answers.wait(30)
 
-        monkeypatch.setattr(main_gkd, "recover", recover)
+        monkeypatch.setattr(run_module, "recover", recover)
         raise WorkerDied("actor worker 0 of 1")
 
-    monkeypatch.setattr(main_gkd, "LAST_RECOVERY_S", 0.2)
+    monkeypatch.setattr(run_module, "LAST_RECOVERY_S", 0.2)
     command.train = fail
     with pytest.raises(WorkerDied):
         command.run()

@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe_gkd import main_gkd
+from recipe_gkd import run as run_module
 from recipe_gkd.checkpoints.run_folder import RunFolder
 from recipe_gkd.checkpoints.store import CheckpointFolderWriter
-from recipe_gkd.main_gkd import TrainingPlan
+from recipe_gkd.restarts import TrainingPlan
 from tests._support.repository import REPO
 from tests._support.teacher_service import VOCAB_SIZE
 
@@ -44,9 +45,10 @@ def start(
 ) -> Iterator[Callable[..., tuple[int, str]]]:
     """Function that runs the command with overrides, and returns its status and what it printed."""
     monkeypatch.setattr(logging, "raiseExceptions", True)  # main sets it
-    monkeypatch.setattr(main_gkd, "_train", train)
-    monkeypatch.setattr(main_gkd, "connected_cluster", lambda _: nullcontext())
-    monkeypatch.setattr(main_gkd, "raise_on_signals", lambda: None)
+    monkeypatch.setattr(run_module, "train", train)
+    monkeypatch.setattr(run_module, "connected_cluster", lambda _: nullcontext())
+    for module in (main_gkd, run_module):
+        monkeypatch.setattr(module, "raise_on_signals", lambda: None)
     shutil.copytree(tiny_qwen2, tmp_path / "model")
     np.save(tmp_path / "model" / "counts.npy", np.arange(VOCAB_SIZE, dtype=np.float64))
     pq.write_table(pa.table({"prompt": ["1+1=", "2+2="]}), tmp_path / "train.parquet")

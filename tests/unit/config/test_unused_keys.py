@@ -246,7 +246,7 @@ def test_warnings_are_printed_and_logged(
     assert main_gkd.main(["--cfg", "job", *arguments]) == 0
     assert capsys.readouterr().err.startswith("warning: gkd.beta=0.3 has no effect")
 
-    monkeypatch.setattr(main_gkd, "run", lambda *_: None)
+    monkeypatch.setattr("recipe_gkd.run.run", lambda *_: None)
     monkeypatch.setattr(main_gkd, "raise_on_signals", lambda: None)
     assert main_gkd.main(arguments) == 0
     assert "W recipe_gkd: gkd.beta=0.3 has no effect" in (tmp_path / "run" / "run.log").read_text()

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd import main_gkd
+from recipe_gkd import main_gkd, restarts
 from recipe_gkd.checkpoints.resume import ResumePoint
 from recipe_gkd.checkpoints.run_folder import EVENTS, RunFolder
 from recipe_gkd.checkpoints.run_lock import LOCK
@@ -52,7 +52,7 @@ def names(folder: Path) -> list[str]:
 
 
 class TestEnds:
-    """Ends of the training command, with :func:`main_gkd.run` replaced."""
+    """Ends of the training command, with :func:`recipe_gkd.run.run` replaced."""
 
     def command(self, folder: Path, monkeypatch: pytest.MonkeyPatch, outcome: Any) -> int:
         def run(config: Config, stored: str, run_folder: RunFolder) -> Any:
@@ -61,7 +61,7 @@ class TestEnds:
                 raise outcome
             return outcome
 
-        monkeypatch.setattr(main_gkd, "run", run)
+        monkeypatch.setattr("recipe_gkd.run.run", run)
         monkeypatch.setattr(main_gkd, "raise_on_signals", lambda: None)
         overrides = [f"data.train_files={folder}/x", "actor_rollout_ref.model.path=x"]
         return main_gkd.main([*overrides, f"trainer.default_local_dir={folder}"])
@@ -169,9 +169,11 @@ class TestRecords:
         workers: Any = SimpleNamespace(actors=SimpleNamespace(call=lambda *_, **__: asyncio.sleep(0, [])))
         points = [ResumePoint(events / f"global_step_{step}", PROGRESS) for step in steps]
         loader: Any = SimpleNamespace(last_step=lambda *_: 10)
-        plan = main_gkd.TrainingPlan(loader=loader, points=points, fresh=PROGRESS, stop_token_ids=(), n_tokens=8)
+        plan = restarts.TrainingPlan(loader=loader, points=points, fresh=PROGRESS, stop_token_ids=(), n_tokens=8)
         with caplog.at_level(logging.INFO, "recipe_gkd"):
-            asyncio.run(main_gkd._load(base_config(f"trainer.default_local_dir={events}"), workers, plan, points))
+            asyncio.run(
+                restarts.load_weights(base_config(f"trainer.default_local_dir={events}"), workers, plan, points)
+            )
         [load] = [event for event in read_events(events) if event["event"] == "load"]
         assert load["step"] == (PROGRESS.step if steps else 0)
 
