@@ -101,7 +101,7 @@ class FsdpBackend:
             optimizer=make_optimizer(module, self._actor.optim),
         )
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the weights of rank 0 before they were sharded
+            torch.cuda.empty_cache()  # what the comparison of row styles used
         self.states = OffloadedStates(self.state_tensors, self._actor.offloaded_states, self.device)
 
     def report(self) -> BackendReport:

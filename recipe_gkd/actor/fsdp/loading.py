@@ -167,7 +167,7 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
     """Allocate the shards and the buffers on the device, keeping tied parameters tied."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
-        for name, parameter in part._parameters.items():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((part, name))
     module.to_empty(device=device)
     for (first, first_name), *others in places.values():
