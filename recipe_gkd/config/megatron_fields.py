@@ -15,6 +15,11 @@ _KEYS = (
 )  # fmt: skip
 _DTYPES = ("params_dtype", "pipeline_dtype", "bf16", "fp16")
 _RANDOM = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_load_balancing")
+_WEIGHT_SHARDS = (
+    "tensor_parallel_num_weight_shards", "gtp_weight_remat_size", "expert_tensor_parallel_num_weight_shards",
+    "expert_gtp_weight_remat_size",
+)  # fmt: skip
+_NEWER_MODEL = ("use_mup", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
 _MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm",
@@ -26,12 +31,21 @@ _MODEL = (
     "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
     "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "rotary_interleaved",
 )  # fmt: skip
+_SAME_MODEL = "the actor and the rollout engine must compute the model of config.json"
+_NO_NOISE = "the rollout engine's log-probabilities have no such noise"
+# Fields that Megatron 0.19 has and 0.16 does not have.
+NEWER_FIELDS = {
+    **dict.fromkeys(_WEIGHT_SHARDS, "the weight sync and checkpoints do not support such shards"),
+    **dict.fromkeys(_NEWER_MODEL, _SAME_MODEL),
+    "moe_router_force_biased": _NO_NOISE,
+}
 # Fields that must not be overridden, each with the reason.
 FIXED_FIELDS = {
     **{name: f"it is the key {MEGATRON}.{name}" for name in _KEYS},
     **dict.fromkeys(_DTYPES, f"it follows from the key {MEGATRON}.dtype"),
-    **dict.fromkeys(_MODEL, "the actor and the rollout engine must compute the model of config.json"),
-    **dict.fromkeys(_RANDOM, "the rollout engine's log-probabilities have no such noise"),
+    **dict.fromkeys(_MODEL, _SAME_MODEL),
+    **dict.fromkeys(_RANDOM, _NO_NOISE),
+    **NEWER_FIELDS,
     "calculate_per_token_loss": "the objective is a mean over the global batch",
     "variable_seq_lengths": "sequences are packed",
     "attention_backend": "it is chosen for the GPU, so that no matrix of scores is stored",

@@ -86,7 +86,7 @@ def read_on_all_ranks(path: Path, read: Callable[[Path], dict[str, Any]], device
 
     Args:
         path: Folder of the checkpoint.
-        read: Reads the common part of the checkpoint.
+        read: Reads a part of the checkpoint.
         device: Device of the default group's collectives.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +81,7 @@ def load_checkpoint(path: Path, model: MegatronModel, contents: Sequence[str], c
     state = sharded_state(model, with_optimizer=with_optimizer, is_loading=True)
     if with_rng:
         state["rng"] = rng_state(model.layout)
-    try:
-        loaded = dist_checkpointing.load(state, str(path), get_default_load_sharded_strategy(str(path)))
-    except (CheckpointException, CheckpointingException) as error:  # torch compares the results of all ranks
-        reasons = [f"{type(e).__name__}: {e}" for e, _ in getattr(error, "failures", {}).values()] or [str(error)]
-        raise CheckpointError(
-            f"{path} is damaged, or was saved by another version ({'; '.join(sorted(set(reasons)))})",
-            remedy=USE_ANOTHER,
-            path=path,
-        ) from error
-
+    loaded = read_on_all_ranks(path, partial(_read_shards, state), model.device)
     load_weights(model, loaded)
     if with_optimizer:
         model.optimizer.load_state_dict(loaded["optimizer"])
@@ -116,6 +108,19 @@ def _read_common(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} was not written by recipe_gkd", remedy=USE_ANOTHER, path=path)
         check_file_sizes(path, metadata.storage_data.values())
     return common | {BACKEND: STRATEGY}
+
+
+def _read_shards(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Read this rank's shards. Collective in Megatron 0.16; in 0.19 a rank does not get the errors of other ranks."""
+    try:
+        return dist_checkpointing.load(state, str(path), get_default_load_sharded_strategy(str(path)))
+    except (CheckpointException, CheckpointingException) as error:
+        reasons = [f"{type(e).__name__}: {e}" for e, _ in getattr(error, "failures", {}).values()] or [str(error)]
+        raise CheckpointError(
+            f"{path} is damaged, or was saved by another version ({'; '.join(sorted(set(reasons)))})",
+            remedy=USE_ANOTHER,
+            path=path,
+        ) from error
 
 
 def check_same_dims(path: Path, saved: Mapping[str, Any], dims: ModelDims) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import json
 import queue
@@ -41,7 +42,9 @@ class MegatronSave:
             state |= {"step": step, "rng": rng_state(model.layout)}
         state |= {"about": describe(model, contents), "content_metadata": OPTIMIZER_SHARDING}
         local_state, self._common = save_preprocess(state)
-        self._writer, self._metadata = _Planner("torch_dist", 1).async_save(local_state, path)
+        self._writer, self._metadata = _Planner("torch_dist", 1, thread_count=2).async_save(
+            local_state, path, **_planner_options()
+        )
 
     def shard_functions(self) -> list[Callable[[], list[WriteResult]]]:
         """Copy tensors from a GPU to the host, and return the functions that write this rank's files."""
@@ -71,10 +74,16 @@ class _Planner(TorchDistSaveShardedStrategy):
     """
 
     def _get_save_and_finalize_callbacks(
-        self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple[object, Metadata]
+        self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple[object, Metadata], *_: object
     ) -> tuple[FileSystemWriterAsync, Metadata]:
         """Return the writer with its plan, and the metadata (on rank 0), as the result of ``async_save``."""
         return writer, save_state_dict_ret[1]
+
+
+def _planner_options() -> dict[str, str]:
+    """Return the option that selects Megatron's writer. Megatron 0.16 has no other and no such option."""
+    parameters = inspect.signature(TorchDistSaveShardedStrategy.async_save).parameters
+    return {"async_strategy": "mcore"} if "async_strategy" in parameters else {}
 
 
 def write_shard(transforms: list[Any], bucket: WriteBucket) -> list[WriteResult]:

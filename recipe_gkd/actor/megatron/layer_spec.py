@@ -6,6 +6,9 @@ attention allocates an S x S score matrix and does not support packed sequences.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.identity_op import IdentityOp
@@ -16,7 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.megatron.gated_silu import GatedSilu
 from recipe_gkd.actor.megatron.model_dims import ModelDims
-from recipe_gkd.actor.megatron.norms import KeyNorm, LayerWithNormsAfter, QueryNorm, RMSNorm
+from recipe_gkd.actor.megatron.norms import (
+    AllHeadsNormAttention,
+    LatentAttentionWithNorms,
+    LayerWithNormsAfter,
+    RMSNorm,
+)
 from recipe_gkd.actor.megatron.packed_attention import PackedAttention, attention_kernel
 from recipe_gkd.actor.megatron.transformer_impl import KEY, REMEDY, installed_version
 from recipe_gkd.errors import ConfigError
@@ -71,19 +79,29 @@ def _set_modules(layer: ModuleSpec, dims: ModelDims) -> None:
     if dims.norms != "before":
         layer.module = LayerWithNormsAfter
     if dims.latent is not None:
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        parts.self_attention.module = LatentAttentionWithNorms
         # With divided projections, Megatron would not sum the gradient of the shared part of the keys over the ranks.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     elif dims.qk_norm == "head":
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     elif dims.qk_norm == "all_heads":
-        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+        parts.self_attention.module = AllHeadsNormAttention
 
 
 def _set_activation(layer: ModuleSpec, config: TransformerConfig) -> None:
     """Replace Megatron's activation of a dense layer, which stores a third more per token and column."""
     if config.use_te_activation_func:
-        layer.submodules.mlp.submodules.activation_func = GatedSilu
+        mlp_submodules(layer).activation_func = GatedSilu
+
+
+def mlp_submodules(layer: ModuleSpec) -> Any:
+    """Return the submodules of the MLP of a dense layer.
+
+    Args:
+        layer: Spec of the layer. Its MLP is a spec in Megatron 0.16 and a partial function in 0.19.
+    """
+    mlp = layer.submodules.mlp
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
 def ensure_megatron_supports_te() -> None:

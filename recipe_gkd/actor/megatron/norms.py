@@ -1,5 +1,9 @@
 """Norms of the layers with torch's operations, which support sequence parallelism and ``params_dtype``.
 
+Two norms are created by subclasses of Megatron's attention instead of its specs. Megatron 0.19 refuses norms of queries
+and keys in a spec without ``qk_layernorm``. With this option it would sum the gradients of divided norms over the
+tensor-parallel ranks, and refuse latent attention without a down projection of the queries.
+
 Shape suffixes: N tokens, H heads of a rank, D head width.
 """
 
@@ -12,7 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -83,6 +89,25 @@ class KeyNorm(_AllHeadsNorm):
     def __init__(self, config: TransformerConfig, eps: float, **_: object) -> None:
         assert config.num_query_groups is not None  # set by `transformer_config`
         super().__init__(config, config.num_query_groups, eps)
+
+
+class AllHeadsNormAttention(SelfAttention):
+    """Attention with a norm of all queries and a norm of all keys of a token."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.q_layernorm = QueryNorm(config, config.layernorm_epsilon)
+        self.k_layernorm = KeyNorm(config, config.layernorm_epsilon)
+
+
+class LatentAttentionWithNorms(MLASelfAttention):
+    """Multi-head latent attention with norms of the compressed queries, keys and values."""
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is not None:
+            self.q_layernorm = RMSNorm(config, config.q_lora_rank, config.layernorm_epsilon)
+        self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, config.layernorm_epsilon)
 
 
 class LayerWithNormsAfter(TransformerLayer):

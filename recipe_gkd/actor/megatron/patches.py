@@ -1,4 +1,4 @@
-"""Patches of megatron-core 0.16.1.
+"""Patches of megatron-core 0.16.1 and 0.19.0.
 
 Some patches repair errors that occur on every device. The others remove Megatron's assumption that the device is a GPU:
 it obtains the device from ``torch.cuda.current_device()``, uses the literal ``"cuda"``, or compares ``tensor.type()``
@@ -14,11 +14,12 @@ Usage::
 Patch                          Place in ``megatron/core``
 =============================  ====================================================================================
 ``_patch_adam_steps``          optimizer/distrib_optimizer.py ``DistributedOptimizer.load_state_dict``
+``_patch_group_keys``          optimizer/optimizer.py ``param_group_identifier_keys``
 ``_patch_optimizer_shards``    optimizer/distrib_optimizer.py ``sharded_param_state_fully_reshardable``,
                                ``load_parameter_state_from_fully_reshardable``
 ``_patch_router_gemm``         transformer/moe/moe_utils.py ``RouterGatingLinearFunction``
-``_patch_latent_attention``    transformer/multi_latent_attention.py ``HAVE_TE``
-``_patch_results_queue``       dist_checkpointing/strategies/filesystem_async.py ``_get_write_results_queue``
+``_patch_latent_attention``    transformer/multi_latent_attention.py ``HAVE_TE``, ``Linear``
+``_patch_results_queue``       dist_checkpointing/strategies/filesystem_async.py ``_results_queue``
 ``_patch_rotary_embedding``    transformer/attention.py and transformer/multi_latent_attention.py
                                ``apply_rotary_pos_emb``
 ``_patch_cuda_functions``      tensor_parallel/random.py, pipeline_parallel/p2p_communication.py and others
@@ -61,6 +62,7 @@ _IS_PATCHED = "_is_patched_by_recipe_gkd"
 def install() -> None:
     """Apply all patches that this machine needs. Further calls have no effect."""
     _patch_adam_steps()
+    _patch_group_keys()
     _patch_optimizer_shards()
     _patch_router_gemm()
     _patch_latent_attention()
@@ -105,6 +107,18 @@ def _patch_adam_steps() -> None:
     cls.load_state_dict = _patched(load_state_dict)
 
 
+def _patch_group_keys() -> None:
+    """Find the parameter groups of a checkpoint without their learning rates.
+
+    Megatron 0.19 finds a group of a checkpoint only if its ``max_lr`` and ``min_lr`` are equal to those of the run.
+    Only Megatron's scheduler reads them, which is not used here. A run with another ``optim.lr`` could not resume.
+    """
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    keys = tuple(key for key in optimizer.param_group_identifier_keys if key not in ("max_lr", "min_lr"))
+    optimizer.param_group_identifier_keys = distrib_optimizer.param_group_identifier_keys = keys
+
+
 def _patch_optimizer_shards() -> None:
     """Save and load the optimizer state without gathering it.
 
@@ -143,11 +157,17 @@ def _patch_router_gemm() -> None:
 
 
 def _patch_latent_attention() -> None:
-    """Correct ``HAVE_TE``, which is true without Transformer Engine: the module imports placeholders."""
+    """Correct names that the module does not define properly without Transformer Engine.
+
+    In Megatron 0.16 ``HAVE_TE`` is true, because the module imports placeholders. In 0.19 ``Linear`` is None, although
+    it does not need the package, and the module refuses it as a down projection.
+    """
+    from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
 
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
+        multi_latent_attention.Linear = Linear
 
 
 def _patch_results_queue() -> None:
@@ -229,6 +249,8 @@ def _patch_cuda_functions() -> None:
     # dist_checkpointing/strategies/async_utils.py synchronizes the device, as does
     # pipeline_parallel/p2p_communication.py with `batch_p2p_sync`.
     torch.cuda.synchronize = lambda device=None: None
+    # distributed/param_and_grad_buffer.py `start_grad_sync` uses the stream only to wait for CUDA graphs.
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,return-value]
     # tensor_parallel/random.py forks the generator of the device, which is torch's CPU generator here.
     torch.cuda.manual_seed = seed_host
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()

@@ -26,7 +26,9 @@ def communicator_options(model: MegatronModel, plan: MicroBatchPlan) -> dict[str
     if model.layout.pp_size == 1:
         return {}
     # The schedules require the groups with a communicator. These are the groups that they would use without it.
-    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "dp_cp", "embd", "pos_embd"])
+    # Megatron 0.19 needs `tp_dp_cp` for routers with a correction of the scores.
+    names = ["tp", "cp", "pp", "dp_cp", "tp_dp_cp", "embd", "pos_embd"]
+    groups = ProcessGroupCollection.use_mpu_process_groups(names)
     return {"p2p_communicator": StageCommunicator(model.chunks[0].config, plan), "pg_collection": groups}
 
 

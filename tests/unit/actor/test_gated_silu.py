@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recipe_gkd.actor.megatron.families.reading import read_model_dims
 from recipe_gkd.actor.megatron.gated_silu import GatedSilu
-from recipe_gkd.actor.megatron.layer_spec import decoder_spec
+from recipe_gkd.actor.megatron.layer_spec import decoder_spec, mlp_submodules
 from recipe_gkd.actor.megatron.model import transformer_config
 from tests._support.tiny_models import MEGATRON, make_config, make_folder
 
@@ -76,4 +76,4 @@ def test_decoder_spec_has_gated_silu_in_dense_layers_without_fusion(
     monkeypatch.setattr(gpt_layer_specs, "get_num_layers_to_build", lambda *_, **__: 1)
     monkeypatch.setattr(gpt_layer_specs, "get_transformer_layer_offset", lambda *_, **__: 0)
     for layer in decoder_spec(dims, config).layer_specs:
-        assert getattr(layer.submodules.mlp.submodules, "activation_func", None) is expected
+        assert getattr(mlp_submodules(layer), "activation_func", None) is expected

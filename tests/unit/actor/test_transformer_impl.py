@@ -150,7 +150,7 @@ class TestAttentionVariables:
         self, setting: str, backend: AttnBackend, install: Install
     ) -> None:
         install()
-        model: Any = SimpleNamespace(config=SimpleNamespace(attention_backend=backend))
+        model: Any = SimpleNamespace(config=SimpleNamespace(attention_backend=backend, flash_attention_version=None))
         with mock.patch.dict(os.environ):
             LanguageModule._set_attention_backend(model)
             impl = resolve_transformer_impl(setting, "cuda")  # type: ignore[arg-type]
@@ -178,4 +178,4 @@ class TestBackend:
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
         )
         assert (done.returncode == 0) is succeeds, done.stderr
-        assert succeeds or "No module named 'transformer_engine.pytorch'" in done.stderr
+        assert succeeds or "'transformer_engine" in done.stderr.splitlines()[-1]  # the wording is of Megatron's version
