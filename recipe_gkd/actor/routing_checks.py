@@ -50,8 +50,6 @@ def _check_megatron(config: Config) -> None:
     overrides = megatron.override_transformer_config
     if overrides.get("moe_router_fusion"):
         raise _refusal("a fused router chooses the experts itself", f"{OVERRIDE}.moe_router_fusion")
-    if overrides.get("moe_router_load_balancing_type") == "sinkhorn":
-        raise _refusal("sinkhorn balancing chooses the experts", f"{OVERRIDE}.moe_router_load_balancing_type")
     # Such a layer computes its router again without its packed sequences, when those of a later micro-batch are set.
     if "moe" in (overrides.get("recompute_modules") or []) and megatron.pipeline_model_parallel_size > 1:
         raise _refusal(

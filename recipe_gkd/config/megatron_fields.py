@@ -56,8 +56,13 @@ FIXED_FIELDS = {
 }
 
 
+_BALANCING = "moe_router_load_balancing_type"
+_CHOOSES_EXPERTS = ("sinkhorn", "quantile_balancing")
+"""Values of this field with which the router chooses other experts than the model of config.json."""
+
+
 def fixed_field_problems(config: Config) -> Iterator[ConfigError]:
-    """Yield an error for each field that must not be set."""
+    """Yield an error for each field that must not be set, or has a value that it must not have."""
     actor = config.actor_rollout_ref.actor
     if actor.strategy != "megatron":
         return
@@ -69,3 +74,12 @@ def fixed_field_problems(config: Config) -> Iterator[ConfigError]:
             remedy="remove it",
             keys=(f"{MEGATRON}.override_transformer_config.{name}",),
         )
+    balancing = overrides.get(_BALANCING)
+    for value in balancing if isinstance(balancing, list) else [balancing]:
+        if value in _CHOOSES_EXPERTS:
+            yield ConfigError(
+                f"{MEGATRON}.override_transformer_config.{_BALANCING}={balancing} is not allowed, because {value} "
+                f"chooses other experts, and {_SAME_MODEL}",
+                remedy="remove it, or set it to aux_loss, seq_aux_loss, global_aux_loss or none",
+                keys=(f"{MEGATRON}.override_transformer_config.{_BALANCING}",),
+            )

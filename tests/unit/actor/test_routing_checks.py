@@ -40,14 +40,9 @@ def check(folder: Path, *overrides: str) -> None:
         ("qwen3", (*ON_GPU, FSDP), (KEY, MODEL)),
         ("minimax_m2", (*ON_GPU, FSDP), (KEY, MODEL)),
         ("qwen3_moe", (*ON_GPU, f"{OVERRIDE}.moe_router_fusion=true"), (KEY, f"{OVERRIDE}.moe_router_fusion")),
-        (
-            "qwen3_moe",
-            (*ON_GPU, f"{OVERRIDE}.moe_router_load_balancing_type=sinkhorn"),
-            (KEY, f"{OVERRIDE}.moe_router_load_balancing_type"),
-        ),
         ("qwen3_moe", (*ON_GPU, *TWO_STAGES, *MOE_RECOMPUTED), (KEY, f"{OVERRIDE}.recompute_modules")),
     ],
-    ids=["cpu", "dense", "dense, fsdp", "other family", "fused", "sinkhorn", "stages"],
+    ids=["cpu", "dense", "dense, fsdp", "other family", "fused", "stages"],
 )
 def test_refusal_names_the_keys(
     family: str, overrides: tuple[str, ...], keys: tuple[str, ...], folders: dict[str, Path]

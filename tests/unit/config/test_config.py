@@ -142,6 +142,8 @@ class TestValidation:
             (f"{MEGATRON}.override_transformer_config.attention_dropout=0.1", ()),
             (f"{MEGATRON}.override_transformer_config.hidden_dropout=0.1", ()),
             (f"{MEGATRON}.override_transformer_config.num_layers=2", ()),
+            (f"{MEGATRON}.override_transformer_config.moe_router_load_balancing_type=sinkhorn", ()),
+            (f"{MEGATRON}.override_transformer_config.moe_router_load_balancing_type=[aux_loss,sinkhorn]", ()),
             ("trainer.resume_mode=resume_path", ("trainer.resume_from_path",)),
             ("trainer.scheduler=n_step_off", ("trainer.max_staleness",)),
             ("trainer.test_freq=5", ("trainer.val_before_train", "data.val_files")),
