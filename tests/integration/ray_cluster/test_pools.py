@@ -26,7 +26,7 @@ class Worker:
 
     def report(self) -> dict[str, Any]:
         cpus = ray.get_runtime_context().get_assigned_resources().get("CPU")
-        return dict(rank=self.rank, env=os.environ.get("MARK"), cpus=cpus)
+        return dict(rank=self.rank, env=os.environ.get("MARK"), cpus=cpus, niceness=os.nice(0))
 
 
 def create(*overrides: str, timeout_s: float = PATIENCE_S, **sizes: int) -> tuple[Pool, ...]:
@@ -62,8 +62,7 @@ class TestSpawn:
         assert [pool.spec.n_workers for pool in pools] == [2, 2]
         handles = [pools[1].spawn(Worker, rank, dict(rank=rank), env={"MARK": "x"}) for rank in range(2)]
         assert ray.get([handle.report.remote() for handle in handles], timeout=PATIENCE_S) == [
-            dict(rank=0, env="x", cpus=2.0),
-            dict(rank=1, env="x", cpus=2.0),
+            dict(rank=rank, env="x", cpus=2.0, niceness=os.nice(0)) for rank in range(2)
         ]
         release(pools, handles)
 
