@@ -173,7 +173,7 @@ class TestAsyncFunction:
         body = f"if response == 'no. 0':\n    {body}\nawait asyncio.sleep(3600 if response == 'no. 1' else 0)\nreturn 1"
         path = reward_file(tmp_path, body, before="import asyncio\nasync \\")
         with raises(RewardError, uid=0, kind=kind) as caught:
-            score(path, [item(uid, f"no. {uid}") for uid in range(4)], timeout_s=0.3)
+            score(path, [item(uid, f"no. {uid}") for uid in range(4)], timeout_s=1.5)
         assert all(part in caught.value.details[0] for part in trace)
 
 
@@ -341,7 +341,7 @@ class TestOnFailure:
         )
         if is_async:
             path.write_text(path.read_text().replace("def compute_score", "async def compute_score"))
-        options = {"on_failure": "skip", "num_workers": 2, "timeout_s": 0.5}
+        options = {"on_failure": "skip", "num_workers": 2, "timeout_s": 2.0}
         with RewardScorer(settings(path, **options)) as scorer:
             for n_failures in (1,) if is_async else (1, 2):  # the processes remain usable
                 rewards = asyncio.run(scorer.score(self.ITEMS))
