@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/model_loading.py [--ranks 2] [--layers 16] [--json FILE]
 
-A Llama model of random weights is written in bfloat16, in several files: 1.9 GB with 16 layers. Each backend loads it
+A Llama model of random weights is written in bfloat16, in several files: 1.8 GB with 16 layers. Each backend loads it
 in float32, as the start of a run does:
 
     whole      from_pretrained of transformers in one process: a rank that loads the model before it is divided

@@ -58,7 +58,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
             for text in loaded.warnings:
                 log.warning("%s", text)
             raise_on_signals()
-            from recipe_gkd.run import run  # torch and Ray: seconds that a mistake in the configuration does not cost
+            from recipe_gkd.run import run  # imports Ray, which a mistake in the configuration does not wait for
 
             hint = partial(resume_hint, loaded.config.trainer, sys.argv[1:] if argv is None else argv)
             with RunEvents(folder.path) as events:

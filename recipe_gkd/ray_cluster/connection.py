@@ -97,7 +97,7 @@ def start_local_cluster(*, timeout_s: float = DEFAULT_STARTUP_TIMEOUT_S["cpu"], 
         ConnectionError, OSError, RuntimeError, ValueError: Errors of ``ray.init``.
     """
     # Ray would start its workers with niceness 15. On a busy machine, the teacher and all other programs would then get
-    # thirty times their share of a core: a run that takes 90 s alone took more than 400 s beside two busy processes.
+    # thirty times their share of a core: a run of 60 s alone took 430 s in the parallel test suite.
     os.environ.setdefault("RAY_worker_niceness", "0")
     before, started = set(_descendants()), time.monotonic()
     for attempt in itertools.count(1):

@@ -94,7 +94,7 @@ def read_rows(
     """Return rows of a parameter or buffer in the folder's data type. Reads nothing else, where the form allows it.
 
     Args:
-        model: Model of transformers for the folder.
+        model: Model of transformers, after :func:`stored_tensors`.
         name: Name in the model.
         form: Form in the folder.
         reader: Reader of the folder.
@@ -105,15 +105,9 @@ def read_rows(
     if not form.is_joined:
         [stored] = form.shapes
         return reader.read(stored, rows)
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
-    pattern = next(iter(form.joined))
-    converter: Any = next(
-        deepcopy(step)
-        for step in get_model_conversion_mapping(model)
-        if isinstance(step, WeightConverter) and pattern in step.source_patterns
-    )
+    a_pattern = next(iter(form.joined))
+    steps: Any = model._weight_conversions
+    converter = deepcopy(next(step for step in steps if a_pattern in step.source_patterns))
     by_expert = _keeps_experts_apart(converter.operations)
     for pattern, parts in form.joined.items():
         for part in parts[first:last] if by_expert else parts:
