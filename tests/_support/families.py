@@ -19,7 +19,6 @@ from tests._support.qwen2 import EOS, save_word_tokenizer
 NOT_IMPLEMENTED = "not implemented"
 _TORCHVISION = "vLLM's module of the family imports torchvision, which the CPU environment does not have"
 _LATENT_ON_CPU = "on a CPU, vLLM's log-probabilities with latent attention differ from transformers' by 0.1 to 0.3"
-_JOINED = "its joined projections cannot have adapters with Megatron; name other layers in `lora.target_modules`"
 WINDOW = 6
 """Number of tokens of a sliding window, which is less than most samples have."""
 _N_LAYERS = 3
@@ -37,7 +36,6 @@ class Family:
         note: Sentence about a difference that the columns do not show.
         rollout_config: Other options in the test of the rollout, because of ``note``.
         megatron: Reason why ``strategy=megatron`` cannot train it.
-        joined: Reason why ``strategy=megatron`` cannot train adapters on all of its layers.
         fsdp: Reason why ``strategy=fsdp`` cannot train it.
         lora: Reason why ``strategy=fsdp`` cannot train adapters of it.
         rollout: Reason why vLLM does not generate with it in the test, on a CPU.
@@ -53,7 +51,6 @@ class Family:
     note: str = ""
     rollout_config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     megatron: str = NOT_IMPLEMENTED
-    joined: str = ""
     fsdp: str = ""
     lora: str = ""
     rollout: str = ""
@@ -64,7 +61,7 @@ class Family:
     @property
     def megatron_lora(self) -> str:
         """Reason why ``strategy=megatron`` cannot train adapters of it."""
-        return self.megatron or self.joined
+        return self.megatron
 
     @property
     def teacher(self) -> str:
@@ -175,7 +172,6 @@ FAMILIES = (
         examples="GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1",
         config=_SIZES | _WIDE | dict(attention_bias=True, rope_parameters=_ROPE | {"partial_rotary_factor": 0.5}),
         megatron="",
-        joined=_JOINED,
     ),
     Family(
         model_type="olmo2",
@@ -197,7 +193,6 @@ FAMILIES = (
         examples="Phi-3-mini-4k, Phi-4, Phi-4-mini",
         config=_SIZES | dict(sliding_window=WINDOW, rope_parameters=_ROPE | {"partial_rotary_factor": 0.75}),
         megatron="",
-        joined=_JOINED,
     ),
     Family(
         model_type="smollm3",

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
+from recipe_gkd.actor.megatron.families.family import ShardSpec
 from recipe_gkd.actor.megatron.hf_load import LocalWeight
 from recipe_gkd.actor.megatron.hf_names import Weight
 from recipe_gkd.actor.megatron.lora_layers import Adapter, GateAdapter, adapter_class, attach, shard_axis
@@ -65,13 +67,13 @@ class MegatronLora:
         """Return the settings that a checkpoint of adapters must have."""
         return {"lora_rank": self.config.rank, "lora_alpha": self.config.alpha, "target_modules": sorted(self.layers)}
 
-    def sharded_state(self) -> dict[str, ShardedTensor]:
+    def sharded_state(self) -> dict[str, ShardedTensor | ShardedTensorFactory]:
         """Return this rank's factors by name, as Megatron's sharded tensors. Base weights are not included."""
         groups = {
             "tp_group": mpu.get_tensor_model_parallel_group(),
             "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
         }
-        state = {}
+        state: dict[str, ShardedTensor | ShardedTensorFactory] = {}
         for _, factor, parameter in self.factors():
             if parameter is None:
                 continue
@@ -80,6 +82,8 @@ class MegatronLora:
                 state[name] = make_sharded_tensor_for_checkpoint(parameter, name, **groups)
             else:
                 state[name] = make_tp_sharded_tensor_for_checkpoint(parameter, name, axis, **groups)
+            if factor.shard_spec is ShardSpec.GATE_UP:  # two ranges of rows on each rank
+                state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets=())
         return state
 
     @torch.no_grad()

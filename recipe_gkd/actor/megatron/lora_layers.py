@@ -208,7 +208,7 @@ def adapter_class(weight: Weight) -> type[Adapter]:
 
 def shard_axis(factor: Weight) -> int | None:
     """Return the dimension of a factor that tensor-parallel ranks divide; None if it is replicated."""
-    return {ShardSpec.ROWS: 0, ShardSpec.COLUMNS: 1}.get(factor.shard_spec)
+    return {ShardSpec.NONE: None, ShardSpec.COLUMNS: 1}.get(factor.shard_spec, 0)
 
 
 def _read_slice(tensor: Tensor, _: str, index: tuple[slice, ...]) -> Tensor:

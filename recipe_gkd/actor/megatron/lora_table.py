@@ -12,9 +12,7 @@ from recipe_gkd.actor.lora import factor_name, select_layers
 from recipe_gkd.actor.megatron.families.family import ShardSpec
 from recipe_gkd.actor.megatron.hf_names import TensorRows, Weight, weights
 from recipe_gkd.actor.megatron.model_dims import ModelDims
-from recipe_gkd.config.keys import LORA
 from recipe_gkd.config.schema import LoraConfig
-from recipe_gkd.errors import ConfigError
 
 SHARED_EXPERT_GATE = "mlp.shared_experts.gate_weight"
 _LINEAR = (ShardSpec.QKV, ShardSpec.GATE_UP, ShardSpec.COLUMNS, ShardSpec.ROWS)
@@ -45,8 +43,7 @@ def adapted_weights(dims: ModelDims, config: LoraConfig) -> list[AdaptedWeight]:
     mixture are no linear layers there, as with ``strategy=fsdp``.
 
     Raises:
-        ConfigError: ``config.target_modules`` has a name that no linear layer of the model has, or of a layer that is
-            several layers of Megatron.
+        ConfigError: ``config.target_modules`` has a name that no linear layer of the model has.
     """
     if not config.rank:
         return []
@@ -56,7 +53,6 @@ def adapted_weights(dims: ModelDims, config: LoraConfig) -> list[AdaptedWeight]:
     found = []
     for weight, layers in linear.items():
         if chosen := {index: name for index, name in enumerate(layers) if name in selected}:
-            _check_not_joined(weight, layers)
             factors = tuple(_factors(weight, index, name, config.rank) for index, name in chosen.items())
             found.append(AdaptedWeight(weight, chosen, factors))
     return found
@@ -68,34 +64,28 @@ def _is_linear(weight: Weight) -> bool:
     return weight.shard_spec in _LINEAR or weight.mcore[0] in (SHARED_EXPERT_GATE, *_REPLICATED)
 
 
-def _check_not_joined(weight: Weight, layers: list[str]) -> None:
-    """Check that each part of a weight is a separate layer, as the factors of an adapter are divided."""
-    if len(weight.parts) > len(weight.hf):
-        name = layers[0].rpartition(".")[2]
-        raise ConfigError(
-            f"{LORA}: the layer {name} joins {len(weight.parts)} projections, which adapters of "
-            "actor_rollout_ref.actor.strategy=megatron do not support",
-            remedy=f"set actor_rollout_ref.actor.strategy=fsdp, or {LORA}.target_modules=[o_proj,down_proj]",
-            keys=(f"{LORA}.target_modules", "actor_rollout_ref.actor.strategy"),
-        )
-
-
 def _layer_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
 def _factors(weight: Weight, index: int, layer: str, rank: int) -> tuple[Weight, Weight]:
-    n_outputs, n_inputs = weight.hf[index][1]
+    name, (_, n_inputs) = weight.hf[index]
     specs = {
         ShardSpec.COLUMNS: (ShardSpec.COLUMNS, ShardSpec.NONE),
         ShardSpec.NONE: (ShardSpec.NONE, ShardSpec.NONE),
     }
-    spec_a, spec_b = specs.get(weight.shard_spec, (ShardSpec.NONE, ShardSpec.ROWS))
+    # The rows of a layer that joins several projections are in the order of Megatron's parameter, those of a projection
+    # in their own.
+    rows = [part for part in weight.parts if part.name == name]
+    spec_a, spec_b = specs.get(weight.shard_spec, (ShardSpec.NONE, weight.shard_spec if rows[1:] else ShardSpec.ROWS))
     return (
-        _factor(factor_name(layer, "A"), (rank, n_inputs), spec_a, weight.layer),
-        _factor(factor_name(layer, "B"), (n_outputs, rank), spec_b, weight.layer),
+        _factor(factor_name(layer, "A"), [(rank, n_inputs)], spec_a, weight.layer),
+        _factor(factor_name(layer, "B"), [(part.shape[0], rank) for part in rows], spec_b, weight.layer),
     )
 
 
-def _factor(name: str, shape: tuple[int, int], spec: ShardSpec, layer: int | None) -> Weight:
-    return Weight(((name, shape),), (), spec, layer, parts=(TensorRows(name, 0, shape),))
+def _factor(name: str, shapes: list[tuple[int, int]], spec: ShardSpec, layer: int | None) -> Weight:
+    """Return a factor, whose rows are in consecutive parts."""
+    n_rows = [rows for rows, _ in shapes]
+    parts = tuple(TensorRows(name, sum(n_rows[:index]), shape) for index, shape in enumerate(shapes))
+    return Weight(((name, (sum(n_rows), shapes[0][1])),), (), spec, layer, parts=parts)

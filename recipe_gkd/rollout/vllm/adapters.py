@@ -2,10 +2,13 @@
 
 vLLM has buffers for the adapter of each layer, which CUDA graphs read. An adapter is added by copying its factors into
 them, and replaced the same way.
+
+Shape suffixes: R rank, O outputs of a layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -13,7 +16,7 @@ import torch
 from recipe_gkd.config.keys import LORA
 from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.rollout.adapters import SYNC
-from recipe_gkd.rollout.vllm.compat import LoRAModel, LoRAModelManager, LoRARequest, PEFTHelper
+from recipe_gkd.rollout.vllm.compat import LoRALayerWeights, LoRAModel, LoRAModelManager, LoRARequest, PEFTHelper
 from recipe_gkd.weight_sync.receiver import NamedTensors
 
 ADAPTER_ID = 1
@@ -71,7 +74,7 @@ def _to_vllm(model: torch.nn.Module, factors: dict[str, torch.Tensor]) -> LoRAMo
     manager = _manager(model)
     rank = max((tensor.shape[0] for name, tensor in factors.items() if name.endswith(".lora_A.weight")), default=1)
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    return LoRAModel.from_lora_tensors(
+    lora = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
         factors,
         PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
@@ -79,6 +82,24 @@ def _to_vllm(model: torch.nn.Module, factors: dict[str, torch.Tensor]) -> LoRAMo
         dtype=cast(torch.dtype, manager.lora_config.lora_dtype),  # vLLM has resolved "auto"
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
+    for name, parts in manager.packed_modules.items():
+        if (joined := lora.loras.pop(name, None)) is not None:
+            lora.loras |= _split(joined, parts, manager.modules[name].base_layer.output_sizes)
+    return lora
+
+
+def _split(joined: LoRALayerWeights, parts: Sequence[str], sizes: Sequence[int]) -> dict[str, LoRALayerWeights]:
+    """Return the factors of a layer that the folder joins, and for which vLLM expects those of its parts.
+
+    Args:
+        joined: Factors of the layer.
+        parts: Names of the parts.
+        sizes: Number of outputs of each part.
+    """
+    return {
+        part: LoRALayerWeights(part, joined.rank, joined.lora_alpha, joined.lora_a, b_OR)
+        for part, b_OR in zip(parts, joined.lora_b.split(tuple(sizes)), strict=True)
+    }
 
 
 def _check_layers(manager: LoRAModelManager, lora: LoRAModel) -> None:

@@ -46,6 +46,7 @@ try:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.logprobs import FlatLogprobs
     from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.peft_helper import PEFTHelper
     from vllm.lora.request import LoRARequest
@@ -71,8 +72,8 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "CompletionOutput", "EngineArgs", "FlatLogprobs", "LLMEngine", "LoRAModel", "LoRAModelManager", "LoRARequest",
-    "PEFTHelper", "RequestOutput", "RequestOutputKind", "SamplingParams", "WeightTransferConfig",
+    "CompletionOutput", "EngineArgs", "FlatLogprobs", "LLMEngine", "LoRALayerWeights", "LoRAModel", "LoRAModelManager",
+    "LoRARequest", "PEFTHelper", "RequestOutput", "RequestOutputKind", "SamplingParams", "WeightTransferConfig",
     "WeightTransferEngine", "WeightTransferEngineFactory", "WeightTransferInitInfo", "WeightTransferUpdateInfo",
     "check_platform", "default_batched_tokens", "detach_expert_kernels", "finalize_layerwise_reload",
     "initialize_layerwise_reload", "is_released_with_weights", "keep_files_in", "kv_cache_tokens",

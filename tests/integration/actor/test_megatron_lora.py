@@ -19,6 +19,7 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.errors import CheckpointMismatch, ConfigError, GkdError
 from tests._support.errors import check_error
+from tests._support.families import BY_TYPE, make_family_folder
 from tests._support.layouts import BF16, CP2, EP2, OVERLAP, PLAIN_OPTIMIZER, PP2, RECOMPUTE, SP, TP2, VPP2
 from tests._support.tiny_models import ACTOR, make_config, started, transformers_logits, update, without_empty
 from tests._support.worker_pool import WorkerPool
@@ -34,6 +35,7 @@ from tests.integration.actor.lora_reference import (
 from tests.integration.actor.reference import assert_metrics, assert_weights
 
 N_UPDATES = 3
+SLOW = pytest.mark.slow
 LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
     "one process": ("qwen2", 1, []),
     "one process, recomputed activations": ("llama", 1, RECOMPUTE),
@@ -57,9 +59,7 @@ LAYOUTS: dict[str, tuple[str, int, list[str]]] = {
 DEFAULT = {"one process", "one process, recomputed activations", "tensor 2, sequence parallel"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in DEFAULT else SLOW) for name in LAYOUTS])
 def test_training_on_layout_equals_peft(name: str, pool: WorkerPool, folders: dict[str, Path]) -> None:
     """The exported weights have the names and shapes of the folder, and the values of ``merge_and_unload``."""
     kind, ranks, overrides = LAYOUTS[name]
@@ -118,9 +118,7 @@ def describe_state(rank: int, world_size: int, port: int, config: Config, batch:
         )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "overrides"), [(1, []), (2, [TP2, SP]), pytest.param(4, [TP2, PP2], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("ranks", "overrides"), [(1, []), (2, [TP2, SP]), pytest.param(4, [TP2, PP2], marks=SLOW)])
 def test_only_adapters_are_trained_and_start_alike_on_each_layout(
     ranks: int, overrides: list[str], pool: WorkerPool, folders: dict[str, Path]
 ) -> None:
@@ -144,7 +142,7 @@ def test_only_adapters_are_trained_and_start_alike_on_each_layout(
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "overrides"),
-    [("qwen2", 2, [TP2, SP]), pytest.param("qwen2_moe", 2, [PP2], marks=pytest.mark.slow)],
+    [("qwen2", 2, [TP2, SP]), pytest.param("qwen2_moe", 2, [PP2], marks=SLOW)],
 )
 def test_saved_folder_has_merged_weights_and_a_peft_folder(
     kind: str, ranks: int, overrides: list[str], pool: WorkerPool, folders: dict[str, Path], tmp_path: Path
@@ -165,21 +163,23 @@ def test_saved_folder_has_merged_weights_and_a_peft_folder(
 
 
 @pytest.mark.parametrize(
-    ("saved", "ranks", "resumed", "ranks_then", "exactly"),
+    ("kind", "saved", "ranks", "resumed", "ranks_then", "exactly"),
     [
-        pytest.param([TP2, SP], 2, [TP2, SP], 2, True, id="tensor 2"),
-        pytest.param([TP2, SP], 2, [], 1, False, id="tensor 2 to 1"),
-        pytest.param([], 1, [TP2], 2, False, id="1 to tensor 2", marks=pytest.mark.slow),
-        pytest.param([], 2, [PP2], 2, False, id="data 2 to pipeline 2", marks=pytest.mark.slow),
-        pytest.param([BF16], 2, [BF16], 2, True, id="bfloat16, data 2", marks=pytest.mark.slow),
-        pytest.param([PLAIN_OPTIMIZER, TP2], 2, [PLAIN_OPTIMIZER], 1, False, id="plain", marks=pytest.mark.slow),
+        pytest.param("qwen2", [TP2, SP], 2, [TP2, SP], 2, True, id="tensor 2"),
+        pytest.param("phi3", [TP2, SP], 2, [], 1, False, id="joined layers, tensor 2 to 1"),
+        pytest.param("qwen2", [], 1, [TP2], 2, False, id="1 to tensor 2", marks=SLOW),
+        pytest.param("glm4", [], 1, [TP2], 2, False, id="joined layers, 1 to tensor 2", marks=SLOW),
+        pytest.param("qwen2", [], 2, [PP2], 2, False, id="data 2 to pipeline 2", marks=SLOW),
+        pytest.param("qwen2", [BF16], 2, [BF16], 2, True, id="bfloat16, data 2", marks=SLOW),
+        pytest.param("phi3", [PLAIN_OPTIMIZER, TP2], 2, [PLAIN_OPTIMIZER], 1, False, id="plain", marks=SLOW),
     ],
 )
 def test_resume_in_any_layout_repeats_next_step(
-    saved: list[str], ranks: int, resumed: list[str], ranks_then: int, exactly: bool,
+    kind: str, saved: list[str], ranks: int, resumed: list[str], ranks_then: int, exactly: bool,
     pool: WorkerPool, folders: dict[str, Path], tmp_path: Path,
 ) -> None:  # fmt: skip
-    path, folder = tmp_path / "ckpt", folders["qwen2"]
+    path = tmp_path / "ckpt"
+    folder = folders.get(kind) or make_family_folder(tmp_path / "model", BY_TYPE[kind])
     config = make_config(folder, *ADAPTERS, *saved, ranks=ranks)
     job = save_jobs.train_and_save
     want_metrics, want_weights = pool.run(ranks, job, config, BATCHES[0], BATCHES[1], path)[0]
@@ -237,11 +237,11 @@ def start_with_error(rank: int, world_size: int, port: int, config: Config) -> G
                 "lora.target_modules", "megatron.pipeline_model_parallel_size",
                 "megatron.virtual_pipeline_model_parallel_size",
             ),
-            marks=pytest.mark.slow,
+            marks=SLOW,
         ),
         pytest.param(
             "qwen2_moe", 1, [f"{ACTOR}.lora.dropout=0.1"], ("lora.dropout", "lora.target_modules"),
-            marks=pytest.mark.slow,
+            marks=SLOW,
         ),
     ],
 )  # fmt: skip

@@ -13,7 +13,6 @@ import ray
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.data.samples import Response
-from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from tests._support.families import BY_TYPE, FAMILIES, Family, make_family_folder
 from tests._support.rollout_models import config_for, make_model
@@ -35,8 +34,6 @@ ADAPTERS = [
     "actor_rollout_ref.actor.lora.sync=adapter",
 ]  # fmt: skip
 DEFAULT = "qwen2_moe"
-JOINED = "glm4"
-"""Family whose folder joins two layers that vLLM adapts one by one."""
 SERVED = [family for family in FAMILIES if not (family.fsdp or family.lora or family.rollout)]
 
 
@@ -48,11 +45,7 @@ def workers(ray_session: None) -> Iterator[Workers]:
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(each, marks=() if each is BY_TYPE[DEFAULT] else pytest.mark.slow)
-        for each in SERVED
-        if each is not BY_TYPE[JOINED]
-    ],
+    [pytest.param(each, marks=() if each is BY_TYPE[DEFAULT] else pytest.mark.slow) for each in SERVED],
     ids=lambda family: family.model_type,
 )
 def test_engine_computes_the_merged_model(family: Family, workers: Workers, tmp_path: Path) -> None:
@@ -63,13 +56,6 @@ def test_engine_computes_the_merged_model(family: Family, workers: Workers, tmp_
     assert_computed_by(load(export)[0], after)
     assert {response.weights_version for response in after.values()} == {7}
     assert not all(np.array_equal(before[uid].ids, response.ids) for uid, response in after.items())
-
-
-@pytest.mark.slow
-def test_layer_without_adapters_in_vllm_is_refused_by_name(workers: Workers, tmp_path: Path) -> None:
-    folder = make_family_folder(tmp_path / "model", BY_TYPE[JOINED])
-    with pytest.raises(WeightSyncError, match=r"gate_up_proj.*lora\.sync=merged"):
-        asyncio.run(workers.train_and_sync(config_for(folder, *FSDP, *ADAPTERS), tmp_path / "export"))
 
 
 @pytest.fixture

@@ -32,7 +32,8 @@ from tests._support.families import BY_TYPE, make_family_folder
 from tests._support.tiny_models import ACTOR, MEGATRON, make_folder
 
 KINDS = ("qwen2", "qwen3", "llama", "qwen3_moe", "qwen2_moe", "mixtral")
-JOINED = {kind for kind in FAMILIES if BY_TYPE[kind].joined}
+JOINED = {"phi3": ["qkv_proj", "down_proj"], "glm4": ["v_proj", "gate_up_proj"]}
+"""Families with layers that join several projections, each with names of some of its layers."""
 LORA = f"{ACTOR}.lora"
 RANK = 3
 
@@ -40,7 +41,8 @@ RANK = 3
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
-    return {kind: make_folder(base / kind, kind) for kind in KINDS}
+    joined = {kind: make_family_folder(base / kind, BY_TYPE[kind]) for kind in JOINED}
+    return joined | {kind: make_folder(base / kind, kind) for kind in KINDS}
 
 
 def options(**changes: Any) -> LoraConfig:
@@ -61,20 +63,12 @@ def make_adapters(weight: AdaptedWeight, dims: ModelDims, tp_size: int, seed: in
 
 
 class TestTable:
-    @pytest.mark.parametrize("kind", sorted(FAMILIES.keys() - JOINED))
+    @pytest.mark.parametrize("kind", sorted(FAMILIES))
     def test_default_layers_are_the_linear_layers_of_transformers(self, kind: str, tmp_path: Path) -> None:
         folder = make_family_folder(tmp_path / kind, BY_TYPE[kind])
         model = empty_model(str(folder))
         table = adapted_weights(read_model_dims(folder), options())
         assert sorted(name for each in table for name in each.layers.values()) == sorted(target_layers(model, None))
-
-    @pytest.mark.parametrize("kind", sorted(JOINED))
-    def test_layers_that_join_projections_are_refused(self, kind: str, tmp_path: Path) -> None:
-        dims = read_model_dims(make_family_folder(tmp_path / kind, BY_TYPE[kind]))
-        with raises(ConfigError, keys=(f"{LORA}.target_modules", f"{ACTOR}.strategy")):
-            adapted_weights(dims, options())
-        table = adapted_weights(dims, options(target_modules=["o_proj", "down_proj"]))
-        assert len(table) == 2 * dims.layers
 
     def test_factors_of_adapter_have_its_rank_and_the_sizes_of_its_layer(self, folders: dict[str, Path]) -> None:
         table = adapted_weights(read_model_dims(folders["qwen3"]), options(target_modules=["1.self_attn.k_proj"]))
@@ -94,7 +88,7 @@ class TestTable:
 
 
 class TestAdapter:
-    @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen2_moe"])
+    @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen2_moe", *JOINED])
     @pytest.mark.parametrize("tp_size", [1, 2])
     def test_initial_factors_on_any_layout_are_those_of_fsdp(
         self, kind: str, tp_size: int, folders: dict[str, Path]
@@ -120,13 +114,14 @@ class TestAdapter:
         bound = 50**-0.5  # as torch.nn.Linear and peft
         assert 0.9 * bound < one.abs().max() <= bound
 
-    @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen2_moe"])
+    @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen2_moe", *JOINED])
     @pytest.mark.parametrize("tp_size", [1, 2])
-    @pytest.mark.parametrize("targets", [None, ["k_proj", "o_proj", "up_proj"]])
+    @pytest.mark.parametrize("is_partial", [False, True])
     def test_merged_shard_is_shard_of_merged_weight(
-        self, kind: str, tp_size: int, targets: list[str] | None, folders: dict[str, Path]
+        self, kind: str, tp_size: int, is_partial: bool, folders: dict[str, Path]
     ) -> None:
         """Rows of q, k, v are interleaved by group, gate and up are joined per rank."""
+        targets = JOINED.get(kind, ["k_proj", "o_proj", "up_proj"]) if is_partial else None
         dims = read_model_dims(folders[kind])
         for weight in adapted_weights(dims, options(target_modules=targets)):
             adapters = make_adapters(weight, dims, tp_size)
