@@ -65,7 +65,7 @@ def read_actor_memory(config: Config) -> ActorMemory:
     world_size = config.trainer.nnodes * config.trainer.n_gpus_per_node
     if actor.strategy == "megatron":
         dims = read_model_dims(model.path, trust_remote_code=model.trust_remote_code)
-        n_weights = sum(math.prod(shape) for weight in weights(dims) for _, shape in weight.hf)
+        n_weights = sum(math.prod(shape) for weight in weights(dims) for _, shape in weight.new_tensors)
         stages = megatron_states(dims, actor.megatron, world_size, adapted_weights(dims, actor.lora))
         return ActorMemory(stages=stages, n_weights=n_weights)
     base, adapters = _fsdp_parameters(config)

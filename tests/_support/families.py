@@ -39,7 +39,6 @@ class Family:
         fsdp: Reason why ``strategy=fsdp`` cannot train it.
         lora: Reason why ``strategy=fsdp`` cannot train adapters of it.
         rollout: Reason why vLLM does not generate with it in the test, on a CPU.
-        serves_folders: True if vLLM computes the model of a folder, although ``rollout`` has a reason.
         is_padded: True if sequences are padded, because they cannot be packed in one row.
         is_default: True if its tests run by default. The others are slow tests.
     """
@@ -54,7 +53,6 @@ class Family:
     fsdp: str = ""
     lora: str = ""
     rollout: str = ""
-    serves_folders: bool = False
     is_padded: bool = False
     is_default: bool = False
 
@@ -66,7 +64,7 @@ class Family:
     @property
     def teacher(self) -> str:
         """Reason why the teacher service does not serve it on a CPU: a teacher is an engine without weight syncs."""
-        return "" if self.serves_folders else self.rollout
+        return self.rollout
 
 
 _SIZES: dict[str, Any] = dict(
@@ -342,10 +340,8 @@ FAMILIES = (
         config=_SIZES
         | _SLIDING_AND_FULL
         | dict(head_dim=32, num_experts_per_tok=2, num_local_experts=4, rope_parameters=_YARN | {"truncate": False}),
-        rollout="on a CPU, vLLM computes another model after a weight sync, which ends a run; before it, it is equal",
-        serves_folders=True,
         is_default=True,
-        megatron="its folder has the experts of a layer in one tensor, and Megatron has a parameter for each expert",
+        megatron="",
     ),
     Family(
         model_type="glm4_moe",

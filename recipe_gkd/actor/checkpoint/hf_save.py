@@ -90,7 +90,8 @@ def write_hf_folder(
     Args:
         path: Folder to create or replace.
         source: All files of this folder except the weights are copied.
-        weights: Tensors of each weight. The tensors of one weight are in one file.
+        weights: Tensors of each weight. The tensors of one weight are in one file, and so is a weight without tensors
+            with the weight before it.
         export: Called with a range of weights on all ranks; returns their tensors on rank 0, and nothing elsewhere.
         run: Runs each function that writes.
         max_file_bytes: Maximum size of a file. A larger weight gets its own file.
@@ -113,11 +114,14 @@ def write_hf_folder(
 
 
 def plan_files(weights: Sequence[Sequence[TensorMeta]], max_file_bytes: int) -> list[WeightsFile]:
-    """Divide ``weights`` in order into files of at most ``max_file_bytes``."""
+    """Divide ``weights`` in order into files of at most ``max_file_bytes``.
+
+    A weight without tensors is a part of one that the weight before it has.
+    """
     starts, used = [0], 0
     for number, tensors in enumerate(weights):
         n_bytes = sum(map(_n_bytes, tensors))
-        if used and used + n_bytes > max_file_bytes:
+        if used and n_bytes and used + n_bytes > max_file_bytes:
             starts.append(number)
             used = 0
         used += n_bytes

@@ -22,8 +22,8 @@ def make_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
         optim: Hyperparameters.
     """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    decayed = [p for name, p in named if p.ndim > 1 and not name.endswith(".bias")]
-    others = [p for name, p in named if p.ndim <= 1 or name.endswith(".bias")]
+    decayed = [p for name, p in named if _is_decayed(name, p)]
+    others = [p for name, p in named if not _is_decayed(name, p)]
     groups = [{"params": decayed, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0}]
     # `fused` must be explicit: by default DTensors are updated one after the other, with ten operations each.
     return torch.optim.AdamW(
@@ -34,6 +34,11 @@ def make_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
         weight_decay=0.0,
         fused=True,
     )
+
+
+def _is_decayed(name: str, parameter: Tensor) -> bool:
+    """Return True unless a parameter is a norm's weight or a bias. Those of joined experts are matrices."""
+    return parameter.ndim > 1 and not name.endswith("bias")
 
 
 @torch.no_grad()

@@ -2,25 +2,23 @@
 
 transformers calls it in each attention layer of a model whose attention implementation is ``PACKED_ATTENTION``.
 
-Shape suffixes: N tokens of a packed row, H query heads, G key/value heads, D head width, R sequences of a block, S
-length of a block.
+Shape suffixes: N tokens of a packed row, H query heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
-from recipe_gkd.actor.packed_row import PackedRow, apply_to_blocks, attend, window_mask
+from recipe_gkd.actor.packed_row import PackedRow, attend
+from recipe_gkd.actor.stored_scores import Scores, attend_with_scores
 from recipe_gkd.errors import ModelError
 
 PACKED_ATTENTION = "recipe_gkd_packed"
@@ -35,8 +33,6 @@ _WITHOUT_EFFECT = frozenset({
     "deterministic", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 })  # fmt: skip
 """Options that do not change the result: the model is in evaluation mode and has no cache."""
-_MAX_SCORES = 1 << 26
-"""Maximum number of scores that are stored at a time, if an option needs them."""
 _FAR = 1 << 40
 """Distance between query and key that no window reaches."""
 
@@ -132,9 +128,8 @@ def packed_attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H or G, D]
     if softcap is None and sinks_H is None:
         return attend(current.kernel, query, key, value, current.row, scaling, window)[None], None
-    scale = 1 / math.sqrt(query.size(-1)) if scaling is None else scaling
-    scores = _Scores(scale, window, softcap, sinks_H)
-    return apply_to_blocks(partial(_attend_with_scores, scores), query, key, value, current.row)[None], None
+    scores = Scores(scale=scaling, window=window, softcap=softcap, sinks_H=sinks_H)
+    return attend_with_scores(scores, query, key, value, current.row)[None], None
 
 
 def _check(
@@ -161,53 +156,6 @@ def _check(
             f"{type(module).__name__} attends from {list(query.shape)} to {list(key.shape)}; packed rows support "
             "self-attention in one row, without a cache"
         )
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """Computation of the scores of a query.
-
-    Attributes:
-        scale: Factor of the scores.
-        window: Number of last keys that a query attends to, its own included; None for all.
-        softcap: Bound of the scores; None for none.
-        sinks_H: Score of each head that belongs to no key, [H]; None for none.
-    """
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks_H: Tensor | None
-
-
-def _attend_with_scores(options: _Scores, q_RSHD: Tensor, k_RSGD: Tensor, v_RSGD: Tensor) -> Tensor:
-    """Return causal attention, [R * S, H, D]. It stores at most ``_MAX_SCORES`` scores, or one position's."""
-    copies = q_RSHD.size(2) // k_RSGD.size(2)
-    q, k, v = (x.transpose(1, 2) for x in (q_RSHD, *(x.repeat_interleave(copies, 2) for x in (k_RSGD, v_RSGD))))
-    n_sequences, n_heads, length, _ = q.shape
-    step = max(1, _MAX_SCORES // (n_sequences * n_heads * length))
-    outputs = []
-    for first in range(0, length, step):
-        last = min(first + step, length)
-        start = 0 if options.window is None else max(0, first - options.window + 1)
-        compute = partial(_attend_rows, options, first - start)
-        arguments = q[:, :, first:last], k[:, :, start:last], v[:, :, start:last]
-        outputs.append(checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(outputs, dim=2).transpose(1, 2).flatten(0, 1)
-
-
-def _attend_rows(options: _Scores, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return the output of consecutive queries, of which the first is at position ``first`` of the keys."""
-    scores = (query @ key.mT).float() * options.scale
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    scores = scores.masked_fill(~window_mask(key.size(2), options.window, key.device, first=first), -torch.inf)
-    if (sinks_H := options.sinks_H) is not None:
-        sinks = sinks_H.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weights = scores.softmax(dim=-1)
-    return weights.to(value.dtype) @ value
 
 
 def _record_mask(

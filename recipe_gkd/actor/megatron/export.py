@@ -31,7 +31,7 @@ def weights_meta(weights: Iterable[Weight], dtype: torch.dtype) -> list[TensorMe
     return [
         (name, size, str(_dtype(weight, dtype)).removeprefix("torch."))
         for weight in weights
-        for name, size in weight.hf
+        for name, size in weight.new_tensors
     ]
 
 
@@ -39,13 +39,13 @@ def weights_meta(weights: Iterable[Weight], dtype: torch.dtype) -> list[TensorMe
 def export_weights(model: MegatronModel, first: int = 0, last: int | None = None) -> Iterator[tuple[str, Tensor]]:
     """Gather complete weights on global rank 0. Collective.
 
-    The ranks that hold a weight send their shards directly to rank 0. Rank 0 holds one complete weight at a time; the
+    The ranks that hold a weight send their shards directly to rank 0. Rank 0 holds one complete tensor at a time; the
     other ranks hold only their own shards. Only the first data-parallel replica takes part.
 
     Args:
         model: Model to export.
         first: Index of the first weight in ``model.weights``.
-        last: Index after the last weight; None for all.
+        last: Index after the last weight; None for all. All experts of a stack are in the range, or none.
 
     Yields:
         Hugging Face name and complete tensor on rank 0; nothing on the other ranks, which must exhaust the iterator as
@@ -53,9 +53,21 @@ def export_weights(model: MegatronModel, first: int = 0, last: int | None = None
         use it after the next update.
     """
     complete_weights(model.wrapped)
+    stack: Tensor | None = None
     for (weight, parameter), stage in zip(model.weights[first:last], model.stages[first:last], strict=True):
         shard = None if parameter is None else partial(_export_shard, model, weight, parameter)
-        yield from _gather(model, weight, stage, shard)
+        for name, tensor in _gather(model, weight, stage, shard):
+            if weight.stack is None:
+                yield name, tensor
+                continue
+            [(_, size)] = weight.hf
+            assert weight.expert is not None
+            if stack is None:
+                stack = tensor.new_empty(size)
+            stack[weight.expert].copy_(tensor)
+            if weight.expert == len(stack) - 1:
+                yield name, stack
+                stack = None
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from recipe_gkd.actor.megatron.families.family import ShardSpec
+from recipe_gkd.actor.megatron.families.family import ShardSpec, Stack
 from recipe_gkd.actor.megatron.hf_names import Weight
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 
@@ -34,6 +34,9 @@ def read_shard(weight: Weight, dims: ModelDims, read: ReadSlice, tp_rank: int, t
         first = part.first + tp_rank * count
         return read(part.name, (slice(first, first + count),))
 
+    if weight.stack is not None:
+        [part] = weight.parts
+        return _from_stack(weight.stack, read(part.name, (slice(part.first, part.first + 1),))[0])
     name, size = weight.hf[0]
     match weight.shard_spec:
         case ShardSpec.NONE:
@@ -68,6 +71,9 @@ def fuse_rows(weight: Weight, dims: ModelDims, parts: Sequence[Tensor], tp_size:
 
 def shard_size(weight: Weight, dims: ModelDims, n_shards: int) -> tuple[int, ...]:
     """Return the shape of each of ``n_shards`` shards of a weight."""
+    if weight.stack is not None:
+        shape = weight.parts[0].shape
+        return shape[::-1] if weight.stack.transposed else shape
     _, size = weight.hf[0]
     match weight.shard_spec:
         case ShardSpec.NONE:
@@ -81,12 +87,14 @@ def shard_size(weight: Weight, dims: ModelDims, n_shards: int) -> tuple[int, ...
 
 
 def join_shards(weight: Weight, dims: ModelDims, shards: Sequence[Tensor]) -> list[Tensor]:
-    """Return the Hugging Face tensors of a weight, contiguous, in the order of ``weight.hf``.
+    """Return the Hugging Face tensors of a weight, contiguous, in the order of ``weight.hf``; of a stack, its own part.
 
     Args:
         weight: Weight to convert.
         shards: Shards of all ranks of the group, in order; one tensor if the weight is replicated.
     """
+    if weight.stack is not None:
+        return [_to_stack(weight.stack, shards[0])]
     match weight.shard_spec:
         case ShardSpec.NONE:
             parts = [shards[0]]
@@ -106,3 +114,15 @@ def join_shards(weight: Weight, dims: ModelDims, shards: Sequence[Tensor]) -> li
     if len(weight.hf) < len(parts):
         parts = [torch.cat(parts)]  # the rows of one tensor
     return [tensor.contiguous() for tensor in parts]
+
+
+def _from_stack(stack: Stack, stored: Tensor) -> Tensor:
+    """Return the parameter of an expert: of a matrix [out, in], with the rows of gate before those of up."""
+    parameter = stored.mT if stack.transposed and stored.dim() == 2 else stored
+    return torch.cat([parameter[0::2], parameter[1::2]]) if stack.interleaved else parameter
+
+
+def _to_stack(stack: Stack, parameter: Tensor) -> Tensor:
+    """Return the part of an expert in the tensor of all of them."""
+    stored = torch.stack(parameter.chunk(2), dim=1).flatten(0, 1) if stack.interleaved else parameter
+    return (stored.mT if stack.transposed and stored.dim() == 2 else stored).contiguous()

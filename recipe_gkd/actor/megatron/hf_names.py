@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from recipe_gkd.actor.megatron.families import FAMILIES
-from recipe_gkd.actor.megatron.families.family import Part, ShardSpec, WeightRule, sizes
+from recipe_gkd.actor.megatron.families.family import Part, ShardSpec, Stack, WeightRule, sizes
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -38,10 +38,10 @@ class TensorRows:
 
 @dataclass(frozen=True)
 class Weight:
-    """One Megatron parameter, which holds one, two or three Hugging Face tensors.
+    """One Megatron parameter, which holds one, two or three Hugging Face tensors, or one expert's part of a tensor.
 
     Attributes:
-        hf: Hugging Face names and full shapes.
+        hf: Hugging Face names and full shapes. Each expert's weight has the same tensor if it is a stack.
         mcore: Alternative Megatron names, relative to the layer, or to the model chunk outside of the layers. The
             second name is Transformer Engine's, which merges a norm into the next linear layer and the experts
             of a rank into one module. In an expert's weight, :data:`EXPERT` stands for the index of the expert on its
@@ -49,7 +49,9 @@ class Weight:
         shard_spec: Sharding.
         layer: Global layer index; None outside of the layers.
         expert: Global expert index; None outside of the experts.
-        parts: Rows of the Hugging Face tensors in the order of the parameter.
+        parts: Rows of the Hugging Face tensors in the order of the parameter. Of a stack, the shape is that of the
+            expert's row without its first dimension.
+        stack: Form of a tensor with this weight of all experts; None if it is the only weight in its tensors.
         is_float32: True for a float32 buffer.
     """
 
@@ -59,7 +61,13 @@ class Weight:
     layer: int | None
     expert: int | None = None
     parts: tuple[TensorRows, ...] = ()
+    stack: Stack | None = None
     is_float32: bool = False
+
+    @property
+    def new_tensors(self) -> tuple[tuple[str, Shape], ...]:
+        """Tensors of ``hf`` that no earlier weight of the model has."""
+        return () if self.stack is not None and self.expert else self.hf
 
 
 def weights(dims: ModelDims) -> Iterator[Weight]:
@@ -78,8 +86,11 @@ def weights(dims: ModelDims) -> Iterator[Weight]:
 
 def _layer_weights(rules: tuple[WeightRule, ...], size: dict[str, int], layer: int) -> Iterator[Weight]:
     yield from (_weight(rule, size, layer) for rule in rules if not rule.of_experts)
-    of_experts = [rule for rule in rules if rule.of_experts]
-    for expert in range(size.get("experts", 0) if of_experts else 0):
+    for rule in rules:  # the experts of a stack are consecutive
+        if rule.stack is not None:
+            yield from (_part_of_stack(rule, rule.stack, size, layer, expert) for expert in range(size["experts"]))
+    of_experts = [rule for rule in rules if rule.of_experts and rule.stack is None]
+    for expert in range(size["experts"] if of_experts else 0):
         yield from (_weight(rule, size, layer, expert) for rule in of_experts)
 
 
@@ -93,4 +104,13 @@ def _weight(rule: WeightRule, size: dict[str, int], layer: int | None, expert: i
         before = shapes.get(name, (0,))[0]
         parts.append(TensorRows(name, before, shape))
         shapes[name] = (before + shape[0], *shape[1:])
-    return Weight(tuple(shapes.items()), rule.mcore, rule.shard_spec, layer, expert, tuple(parts), rule.is_float32)
+    return Weight(
+        tuple(shapes.items()), rule.mcore, rule.shard_spec, layer, expert, tuple(parts), is_float32=rule.is_float32
+    )
+
+
+def _part_of_stack(rule: WeightRule, stack: Stack, size: dict[str, int], layer: int, expert: int) -> Weight:
+    [part] = rule.parts
+    name, shape = f"model.layers.{layer}.{part.name}", tuple(size[dimension] for dimension in part.shape.split())
+    whole = (name, (size["experts"], *shape))
+    return Weight((whole,), rule.mcore, rule.shard_spec, layer, expert, (TensorRows(name, expert, shape),), stack)

@@ -32,6 +32,7 @@ def ensure_layout_fits(dims: ModelDims, config: MegatronConfig) -> None:
             keys=_keys("tensor_model_parallel_size"),
         )
     _check_experts(dims.moe, config)
+    _check_biases_of_experts(dims, config)
     _check_sequence_parallel(dims, config)
     stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
     if UNEQUAL_STAGES & config.override_transformer_config.keys():
@@ -97,6 +98,18 @@ def _check_experts(moe: MoEConfig | None, config: MegatronConfig) -> None:
             f"{MEGATRON}.expert_tensor_parallel_size is {etp or tp}"
             f"{'' if etp else ' (from tensor_model_parallel_size)'}; it must divide the {moe.ffn} feed-forward columns "
             "of an expert, or be 1",
+            keys=_keys("expert_tensor_parallel_size"),
+        )
+
+
+def _check_biases_of_experts(dims: ModelDims, config: MegatronConfig) -> None:
+    etp = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    if dims.moe is not None and dims.linear_bias and etp > 1:  # Megatron would add a bias on each rank, and sum them
+        raise ConfigError(
+            f"{MEGATRON}.expert_tensor_parallel_size is {etp}"
+            f"{'' if config.expert_tensor_parallel_size else ' (from tensor_model_parallel_size)'}; the experts of a "
+            f"{dims.family} student have biases, and Megatron does not divide such experts",
+            remedy=f"set {MEGATRON}.expert_tensor_parallel_size=1, and expert_model_parallel_size to divide experts",
             keys=_keys("expert_tensor_parallel_size"),
         )
 

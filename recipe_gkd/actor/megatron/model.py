@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.megatron.data_parallel import ddp_config
+from recipe_gkd.actor.megatron.experts import adjust_experts
 from recipe_gkd.actor.megatron.layer_spec import decoder_spec, ensure_megatron_supports_te
 from recipe_gkd.actor.megatron.layout_checks import ensure_heads_fit_context, ensure_layout_fits
 from recipe_gkd.actor.megatron.model_dims import ModelDims
@@ -31,7 +32,11 @@ from recipe_gkd.config.schema import MegatronConfig
 from recipe_gkd.errors import ConfigError
 
 log = logging.getLogger(__name__)
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda gate: gate * torch.sigmoid(1.702 * gate),
+}
 _PACKAGE = re.compile(r"\bTE\b|transformer[-_ ]engine[><=]|install|version|apex", re.IGNORECASE)
 """Text of Megatron's errors about packages. They have the same classes as its errors about values."""
 
@@ -130,7 +135,9 @@ def _build_config(
         layernorm_zero_centered_gamma=dims.norm_offset,
         gated_linear_unit=True,
         activation_func=ACTIVATIONS[dims.activation],
-        add_bias_linear=False,
+        activation_func_clamp_value=dims.gate_limit,
+        glu_linear_offset=dims.up_offset,
+        add_bias_linear=dims.linear_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **_layout_fields(config, device),
@@ -178,6 +185,7 @@ def _attention_fields(dims: ModelDims, impl: ResolvedImpl) -> dict[str, Any]:
         # Megatron sums the gradients of these norms over the tensor-parallel ranks, which is right for single heads.
         qk_layernorm=dims.qk_norm == "head",
         softmax_scale=_softmax_scale(dims, impl),
+        softmax_type="learnable" if dims.sinks else "vanilla",
         window_size=(windows.pop() - 1, 0) if windows else None,
         window_attn_skip_freq=[int(layer.window is not None) for layer in attention],
         no_rope_freq=[int(layer.rope is None) for layer in attention] if dims.attention else None,
@@ -293,23 +301,10 @@ def build_chunks(dims: ModelDims, config: TransformerConfig, device: torch.devic
         set_rotary_embedding(chunk, dims, config)
         if dims.embedding_scale != 1 and chunk.pre_process:
             chunk.embedding.register_forward_hook(partial(_scale_embedding, dims.embedding_scale))
-        _separate_expert_buffers(chunk)
+        adjust_experts(chunk)
         chunks.append(chunk.to(device))
     return chunks
 
 
 def _scale_embedding(scale: float, module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
     return output * torch.tensor(scale, dtype=output.dtype)  # the factor is rounded as in transformers
-
-
-def _separate_expert_buffers(chunk: GPTModel) -> None:
-    """Mark all expert parameters as such, so that they get their own gradient buffers and optimizer.
-
-    The gradients of these parameters are summed over the experts' data-parallel group. Megatron marks experts only if
-    expert parallelism divides them (tensor_parallel/layers.py ``setattr(self.weight, "allreduce", ...)``). Marking all
-    experts is also correct if each tensor-parallel rank has all experts and its own tokens. It lets a checkpoint move
-    between layouts with and without expert parallelism.
-    """
-    for name, parameter in chunk.named_parameters():
-        if ".mlp.experts." in name:
-            parameter.allreduce = False

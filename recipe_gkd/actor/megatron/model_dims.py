@@ -65,6 +65,10 @@ class ModelDims(StudentDims):
         norms: Norms of a layer: ``before`` attention and feed-forward block, ``after`` them, or ``both``.
         norm_offset: If true, a norm multiplies by 1 + weight.
         activation: Activation of the gated feed-forward blocks.
+        gate_limit: Bound of the inputs of the activation and, with both signs, of the other half; None for none.
+        up_offset: What is added to the half that the activation is multiplied by.
+        linear_bias: If true, all projections, experts and routers have biases.
+        sinks: If true, each head has one more score, which belongs to no key.
         embedding_scale: Factor of the embeddings.
     """
 
@@ -78,7 +82,11 @@ class ModelDims(StudentDims):
     softmax_scale: float | None = None
     norms: Literal["before", "after", "both"] = "before"
     norm_offset: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
+    gate_limit: float | None = None
+    up_offset: float = 0.0
+    linear_bias: bool = False
+    sinks: bool = False
     embedding_scale: float = 1.0
 
     @property
@@ -94,6 +102,8 @@ class ModelDims(StudentDims):
             ),
             "an activation other than SiLU": self.activation != "silu",
             "a correction of the router's scores": self.moe is not None and self.moe.score_bias,
+            "attention sinks": self.sinks,
+            "biases of experts": self.moe is not None and self.linear_bias,
         }
         return next((name for name, found in features.items() if found), "")
 

@@ -94,14 +94,18 @@ def train_reference(
 
     Args:
         clip: Maximum gradient norm.
-        decay: Weight decay of matrices.
+        decay: Weight decay of matrices, except joined biases.
 
     Returns:
         Metrics of each step.
     """
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    named = dict(model.named_parameters())
+    decayed = {name: p for name, p in named.items() if p.ndim > 1 and not name.endswith("bias")}
+    others = [p for name, p in named.items() if name not in decayed]
+    groups = [
+        {"params": list(decayed.values()), "weight_decay": decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     adam = torch.optim.AdamW(groups, lr=lr, betas=BETAS)
     metrics = []
     for batch in batches:

@@ -57,6 +57,7 @@ try:
         initialize_layerwise_reload,
         layerwise,
     )
+    from vllm.model_executor.model_loader.reload import meta as reload_meta
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
@@ -76,8 +77,8 @@ __all__ = [
     "LoRARequest", "PEFTHelper", "RequestOutput", "RequestOutputKind", "SamplingParams", "WeightTransferConfig",
     "WeightTransferEngine", "WeightTransferEngineFactory", "WeightTransferInitInfo", "WeightTransferUpdateInfo",
     "check_platform", "default_batched_tokens", "detach_expert_kernels", "finalize_layerwise_reload",
-    "initialize_layerwise_reload", "is_released_with_weights", "keep_files_in", "kv_cache_tokens",
-    "model_parameter_names", "refresh_tied_heads", "restore_expert_kernels", "set_current_vllm_config",
+    "initialize_layerwise_reload", "is_released_with_weights", "keep_files_in", "kv_cache_tokens", "layerwise",
+    "model_parameter_names", "refresh_tied_heads", "reload_meta", "restore_expert_kernels", "set_current_vllm_config",
     "unpinned_nccl_env", "watch_ranks",
 ]  # fmt: skip
 
@@ -104,7 +105,8 @@ _REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
     CompilerManager: ("save_to_file",),
     CompletionOutput: ("weight_versions", "routed_experts"),
     LogprobsProcessor: ("_update_sample_logprobs",),
-    layerwise: ("materialize_layer",),
+    layerwise: ("materialize_layer", "get_layerwise_info"),
+    reload_meta: ("SKIP_TENSORS", "SKIP_LOAD_TENSORS"),
     multiproc_executor: ("get_file_store_init_method", "MultiprocExecutor"),
     uniproc_executor: ("get_file_store_init_method",),
 }  # fmt: skip

@@ -33,7 +33,7 @@ def reference_training(
         batches: Batch of each step.
         objective: Objective of each batch.
         clip: Maximum gradient norm.
-        decay: Weight decay of matrices.
+        decay: Weight decay of matrices, except joined biases.
         prepare: Changes the model before the training.
 
     Returns:

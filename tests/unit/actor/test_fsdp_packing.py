@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from recipe_gkd.actor import stored_scores
 from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.batch.device_batch import DeviceBatch, to_device
 from recipe_gkd.actor.batch.packing import pack
@@ -167,7 +168,7 @@ class TestPackedAttention:
         model, choice = tiny_model("gemma2")
         batch = make_batch(LENGTHS["ragged"])
         whole = together(model, batch, choice)
-        monkeypatch.setattr(packed_attention, "_MAX_SCORES", 100)
+        monkeypatch.setattr(stored_scores, "MAX_SCORES", 100)
         parts = together(model, batch, choice)
         assert_equal(parts[0], whole[0])
         assert_same_gradients(parts[1], whole[1])

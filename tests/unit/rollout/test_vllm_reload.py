@@ -124,6 +124,22 @@ def test_parameter_in_other_memory_is_refused(receiver: Any) -> None:
     assert receiver.reload_failed
 
 
+def test_weight_that_the_model_copies_itself_is_named(receiver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameter has no memory during the reload, so the engine would go on with the old weight."""
+
+    def copy(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        for name, tensor in weights:
+            receiver.model.second.weight.data.narrow(0, 2 * int(name[-1]), 2).copy_(tensor)
+        return {"second.weight"}
+
+    receiver._load([each for each in tensors(1.0) if not each[0].startswith("second")])
+    monkeypatch.setattr(receiver.model, "load_weights", copy)
+    receiver._load([each for each in tensors(1.0) if each[0].startswith("second")])
+    with raises(WeightSyncError, tensors=("second.weight",)):
+        receiver.finish_weight_update()
+    assert receiver.has_mixed_weights and not receiver.reload_failed
+
+
 def test_missing_weight_leaves_the_engine_usable(receiver: Any) -> None:
     receiver._load(tensors(1.0)[:-3])
     with raises(WeightSyncError, tensors=("third.weight",)):

@@ -53,6 +53,19 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Form of a tensor of a folder that holds a weight of all experts of a layer. Its first dimension is the expert.
+
+    Attributes:
+        transposed: If true, a matrix is stored as [in, out].
+        interleaved: If true, outputs of gate and up alternate.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class WeightRule:
     """One Megatron parameter of a layer.
 
@@ -63,6 +76,8 @@ class WeightRule:
         shard_spec: Sharding.
         parts: Parts of Hugging Face tensors that the parameter holds.
         of_experts: If true, there is one such parameter for each expert.
+        stack: Form of the tensor that has this weight of all experts; None if each expert has its own tensors. The
+            shape of its only part is that of one expert in the tensor.
         is_float32: If true, it is a float32 buffer, which is not trained.
     """
 
@@ -70,6 +85,7 @@ class WeightRule:
     shard_spec: ShardSpec
     parts: tuple[Part, ...]
     of_experts: bool = False
+    stack: Stack | None = None
     is_float32: bool = False
 
 
@@ -107,9 +123,11 @@ def sizes(dims: ModelDims) -> dict[str, int]:
         "q": dims.heads * dims.head_dim,
         "kv": dims.kv_heads * dims.head_dim,
         "head": dims.head_dim,
+        "heads": dims.heads,
     }
     if (moe := dims.moe) is not None:
-        found |= {"experts": moe.experts, "expert_ffn": moe.ffn, "shared_ffn": moe.shared_ffn or 0}
+        found |= {"experts": moe.experts, "expert_ffn": moe.ffn, "gate+up": 2 * moe.ffn}
+        found["shared_ffn"] = moe.shared_ffn or 0
     if (latent := dims.latent) is not None:
         found |= {
             "q": dims.heads * latent.query,
