@@ -16,6 +16,7 @@ from recipe_gkd.runtime.out_of_memory import ADVICE, Advice, advice
 from recipe_gkd.runtime.scratch import scratch_folder
 from teacher.common.head_dtype import head_overrides
 from teacher.common.out_of_memory import VLLM_START_REFUSAL, is_out_of_memory, memory_details
+from teacher.common.vllm_cpu import exact_attention
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm.compat import LLMEngine
@@ -121,8 +122,11 @@ def _build(options: EngineOptions) -> LLMEngine:
         weight_transfer_config=vllm.WeightTransferConfig(backend=vllm_weights.BACKEND),
         worker_extension_cls=f"{vllm_calls.__name__}.{vllm_calls.WorkerCalls.__name__}",
     )
-    if options.device == "cpu" and arguments.create_model_config().has_inner_state:
-        arguments.enable_prefix_caching = False  # vLLM caches recurrent states only if it splits prompts into chunks
+    if options.device == "cpu":
+        model = arguments.create_model_config()
+        arguments.attention_backend = exact_attention(model)  # type: ignore[assignment]
+        if model.has_inner_state:
+            arguments.enable_prefix_caching = False  # vLLM caches recurrent states only with prompts in chunks
     engine = vllm.LLMEngine.from_engine_args(arguments)
     if options.adapters is not None:
         engine.collective_rpc(vllm_calls.WorkerCalls.gkd_activate_adapter.__name__)

@@ -1,11 +1,11 @@
 """vLLM as a scorer: prompt log-probabilities, kept as tensors, of sequences that are never continued.
 
 Of this package, only this module, `vllm_internals`, `vllm_requests` and `vllm_prompt_rows` import vLLM; `vllm_queue`
-uses its engine. With `vllm_setup` and
-`vllm_worker` of `teacher.common` they depend on these internals of vLLM:
+uses its engine. With `vllm_setup`, `vllm_cpu` and `vllm_worker` of `teacher.common` they depend on these internals of
+vLLM:
 
 - one replaced method (`vllm_internals.keep_prompt_logprobs_as_tensors`);
-- one replaced function (`vllm_setup.keep_file_store_in`);
+- one replaced function (`vllm_setup.keep_file_store_in`), and on a CPU two methods that are wrong (`vllm_cpu`);
 - the layout of the KV cache (`vllm_internals.read_kv_cache`);
 - the model's `compute_logits` (`vllm_worker`);
 - the lookup in the prefix cache, and with the V1 model runner its rows of prompts (`vllm_prompt_rows`);
@@ -33,6 +33,7 @@ from teacher.common.checkpoint import read_checkpoint
 from teacher.common.fingerprint import last_tokens, tokenizer_fingerprint
 from teacher.common.sizes import MIB
 from teacher.common.tokenizer import count_tokens, load_tokenizer
+from teacher.common.vllm_cpu import correct_cpu_build
 from teacher.common.vllm_setup import (
     ASYNC_SCHEDULING_DEFECT,
     TESTED_VLLM,
@@ -100,6 +101,7 @@ class VllmEngine:
         with exempt_imports_from_gc():
             from vllm import __version__
 
+        correct_cpu_build()
         args, step, runner = plan_engine(config, vocab_size, on_cpu=on_cpu)
         keep_prompt_logprobs_as_tensors()
         self._store = _keep_store_in_own_folder()

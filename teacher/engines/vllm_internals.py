@@ -10,6 +10,7 @@ from typing import Any
 
 from teacher.common.head_dtype import head_overrides, wants_float32_head
 from teacher.common.sizes import MIB
+from teacher.common.vllm_cpu import exact_attention
 from teacher.common.vllm_setup import TESTED_VLLM
 from teacher.engines.base import EngineConfig
 from teacher.engines.sizes import ModelRunner, StepMemory, StepSize
@@ -108,7 +109,8 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
     }
     # vLLM's own rule determines the maximum. With LongRoPE it is larger for a requested length than without one.
     requested: dict[str, Any] = {"max_model_len": config.max_model_len} if config.max_model_len else {}
-    max_model_len = _longest_sequence(EngineArgs(**common, **requested), config)
+    model_config = _model_config(EngineArgs(**common, **requested), config)
+    max_model_len = int(model_config.max_model_len)
     # vLLM also reserves a slot for one generated token. It is never fed back, so its position may exceed the limit.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
 
@@ -123,6 +125,7 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         enable_chunked_prefill=True,
         enable_prefix_caching=None,  # vLLM's default for the model; see `vllm_prompt_rows`
         block_size=CPU_BLOCK_TOKENS if on_cpu else None,
+        attention_backend=exact_attention(model_config) if on_cpu else None,  # type: ignore[arg-type]
         # There is no decode loop that a captured graph would speed up: graphs exist for at most 512 tokens. A step of
         # 8192 tokens computes for longer than its kernels take to launch, so compilation would only delay the start.
         enforce_eager=True,
@@ -139,8 +142,8 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
     )
 
 
-def _longest_sequence(args: Any, config: EngineConfig) -> int:
-    """Return ``MAX_MODEL_LEN``, or without it the model's maximum length, by vLLM's own rule.
+def _model_config(args: Any, config: EngineConfig) -> Any:
+    """Return vLLM's configuration of the model. It has ``MAX_MODEL_LEN``, or the model's maximum by vLLM's own rule.
 
     Args:
         args: vLLM's `EngineArgs` with the requested length.
@@ -150,7 +153,7 @@ def _longest_sequence(args: Any, config: EngineConfig) -> int:
         TeacherSetupError: vLLM does not serve the model, or not with sequences of this length.
     """
     try:
-        return int(args.create_model_config().max_model_len)
+        return args.create_model_config()
     except ValueError as error:
         reasons = "; ".join([item["msg"] for item in error.errors()] if hasattr(error, "errors") else [str(error)])
         if limit := re.search(r"greater than the derived max_model_len \(\w+=(\d+)", reasons):

@@ -18,7 +18,6 @@ from tests._support.qwen2 import EOS, save_word_tokenizer
 
 NOT_IMPLEMENTED = "not implemented"
 _TORCHVISION = "vLLM's module of the family imports torchvision, which the CPU environment does not have"
-_LATENT_ON_CPU = "on a CPU, vLLM's log-probabilities with latent attention differ from transformers' by 0.1 to 0.3"
 WINDOW = 6
 """Number of tokens of a sliding window, which is less than most samples have."""
 _N_LAYERS = 3
@@ -257,7 +256,6 @@ FAMILIES = (
             block_auto_adjust_ff_dim=False, layer_types=["conv", "full_attention", "conv"], conv_L_cache=3,
             conv_dim=128, block_dim=128,
         ),
-        rollout="on a CPU, vLLM's log-probabilities differ from transformers' by up to 0.5",
         is_padded=True,
         megatron="it has convolution layers",
     ),
@@ -366,7 +364,7 @@ FAMILIES = (
         | _GROUPED
         | _LATENT
         | dict(q_lora_rank=16, routed_scaling_factor=1.5, mlp_layer_types=["dense", "sparse", "sparse"]),
-        rollout=_LATENT_ON_CPU,
+
         megatron="",
     ),
     Family(
@@ -381,7 +379,7 @@ FAMILIES = (
             q_lora_rank=None, topk_method="group_limited_greedy", n_routed_experts=8, n_group=4, topk_group=2,
             rope_parameters=_YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
         ),
-        rollout=_LATENT_ON_CPU,
+
         megatron="",
     ),
     Family(
@@ -396,7 +394,7 @@ FAMILIES = (
             q_lora_rank=16, routed_scaling_factor=1.5, rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
             topk_method="noaux_tc", scoring_func="sigmoid",
         ),
-        rollout=_LATENT_ON_CPU,
+
         is_default=True,
         megatron="",
     ),
@@ -407,7 +405,6 @@ FAMILIES = (
         config=_SIZES
         | _TIED
         | dict(moe_intermediate_size=32, moe_k=2, moe_num_experts=4, moe_num_shared_experts=1, moe_layer_start_index=1),
-        rollout="on a CPU, vLLM's log-probabilities differ from transformers' by up to 0.2",
         megatron="Megatron corrects the scores of experts with sigmoid only",
     ),
     Family(
@@ -420,7 +417,6 @@ FAMILIES = (
             use_routing_bias=True,
             rope_parameters=_ROPE | {"partial_rotary_factor": 0.5},
         ),
-        rollout="vLLM's CPU build fails in its first step with an AssertionError",
     ),
     Family(
         model_type="hrm_text",

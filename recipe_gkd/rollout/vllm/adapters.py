@@ -112,6 +112,9 @@ def _check_layers(manager: LoRAModelManager, lora: LoRAModel) -> None:
         for name, module in manager.model.named_modules(remove_duplicate=False)
         if id(module) in adapted and not name.endswith(".base_layer")
     }
+    # Latent attention multiplies the weight of kv_b_proj with other weights.
+    inner = {id(each) for part in manager.model.modules() for each in vars(getattr(part, "impl", part)).values()}
+    bypassed |= {name for name, layer in manager.modules.items() if id(layer.base_layer) in inner} & lora.loras.keys()
     if unknown := sorted(lora.loras.keys() - known | bypassed):
         raise WeightSyncError(
             f"vLLM cannot add adapters to {len(unknown)} layers of {type(manager.model).__name__}, such as "

@@ -7,6 +7,7 @@ of :func:`recipe_gkd.rollout.environment.worker_environment` must be set before 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import multiprocessing.connection
@@ -21,6 +22,7 @@ from uuid import uuid4
 from recipe_gkd.errors import ResourceError, WorkerError
 from recipe_gkd.rollout.environment import worker_environment
 from recipe_gkd.runtime.socket_paths import SHORT_FOLDER
+from teacher.common.vllm_cpu import correct_cpu_build
 from teacher.common.vllm_setup import TESTED_VLLM, keep_file_store_in
 
 TESTED_SERIES = TESTED_VLLM.rpartition(".")[0]
@@ -105,7 +107,7 @@ _REQUIRED_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
     CompilerManager: ("save_to_file",),
     CompletionOutput: ("weight_versions", "routed_experts"),
     LogprobsProcessor: ("_update_sample_logprobs",),
-    layerwise: ("materialize_layer", "get_layerwise_info"),
+    layerwise: ("materialize_layer", "get_layerwise_info", "_get_weight_loader"),
     reload_meta: ("SKIP_TENSORS", "SKIP_LOAD_TENSORS"),
     multiproc_executor: ("get_file_store_init_method", "MultiprocExecutor"),
     uniproc_executor: ("get_file_store_init_method",),
@@ -173,6 +175,22 @@ def _keep_buffers_in_reloads() -> None:
     layerwise.materialize_layer = materialize
 
 
+def _name_partial_loaders() -> None:
+    """Replace ``_get_weight_loader``, whose callers read ``__name__``, which a partial function does not have.
+
+    Norms of MiniMax-M2 have such loaders (``layers/minimax_rms_norm/rms_norm_tp.py``).
+    """
+    original = layerwise._get_weight_loader
+
+    def named(tensor: torch.Tensor) -> Any:
+        loader: Any = original(tensor)
+        if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
+        return loader
+
+    layerwise._get_weight_loader = named
+
+
 def _keep_logprobs_as_arrays() -> None:
     """Store the log-probabilities of a token as one array each, instead of one Python object per entry.
 
@@ -218,7 +236,9 @@ _self_check()
 _keep_kernels_of_experts()
 _write_compile_cache_atomically()
 _keep_buffers_in_reloads()
+_name_partial_loaders()
 _keep_logprobs_as_arrays()
+correct_cpu_build()
 
 
 def check_platform(device: str) -> None:

@@ -13,6 +13,7 @@ import ray
 
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.data.samples import Response
+from recipe_gkd.errors import WeightSyncError
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from tests._support.families import BY_TYPE, FAMILIES, Family, make_family_folder
 from tests._support.rollout_models import config_for, make_model
@@ -34,6 +35,9 @@ ADAPTERS = [
     "actor_rollout_ref.actor.lora.sync=adapter",
 ]  # fmt: skip
 DEFAULT = "qwen2_moe"
+TARGETS = "actor_rollout_ref.actor.lora.target_modules"
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+"""Families of which vLLM adds no adapters to one layer."""
 SERVED = [family for family in FAMILIES if not (family.fsdp or family.lora or family.rollout)]
 
 
@@ -50,12 +54,21 @@ def workers(ray_session: None) -> Iterator[Workers]:
 )
 def test_engine_computes_the_merged_model(family: Family, workers: Workers, tmp_path: Path) -> None:
     folder, export = make_family_folder(tmp_path / "model", family, family.rollout_config), tmp_path / "export"
-    config = config_for(folder, *FSDP, *ADAPTERS)
+    others = [f"{TARGETS}=[kv_a_proj_with_mqa,o_proj,gate_proj,up_proj,down_proj]"]
+    config = config_for(folder, *FSDP, *ADAPTERS, *(others if family.model_type in LATENT else []))
     before, after = asyncio.run(workers.train_and_sync(config, export))
     assert_computed_by(load(folder)[0], before)
     assert_computed_by(load(export)[0], after)
     assert {response.weights_version for response in after.values()} == {7}
     assert not all(np.array_equal(before[uid].ids, response.ids) for uid, response in after.items())
+
+
+@pytest.mark.slow
+def test_layer_without_adapters_in_vllm_is_refused_by_name(workers: Workers, tmp_path: Path) -> None:
+    """Latent attention computes with the weight of the layer, not with the layer."""
+    folder = make_family_folder(tmp_path / "model", BY_TYPE["deepseek_v3"])
+    with pytest.raises(WeightSyncError, match=r"kv_b_proj.*lora\.sync=merged"):
+        asyncio.run(workers.train_and_sync(config_for(folder, *FSDP, *ADAPTERS), tmp_path / "export"))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -34,6 +35,8 @@ class Model(torch.nn.Module):
         super().__init__()
         for name in LAYERS:
             self.add_module(name, Layer())
+        loader = functools.partial(getattr(self, LAYERS[-1]).load)  # as some norms of vLLM have
+        getattr(self, LAYERS[-1]).weight.weight_loader = loader
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loaded = set()
