@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from recipe_gkd.actor.checkpoint.hf_save import write_hf_folder
+from recipe_gkd.actor.checkpoint.hf_save import plan_files, write_hf_folder
+from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from tests._support.tiny_models import make_folder
 
 
@@ -26,3 +27,11 @@ class TestWriteHfFolder:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
         assert not (tmp_path / "saved.partial").exists()
+
+
+def test_weights_of_one_tensor_are_in_one_file() -> None:
+    """A weight without tensors is a part of the one before it, also if that is larger than a file."""
+    small: list[TensorMeta] = [("small", (10,), "float32")]
+    large: list[TensorMeta] = [("large", (90,), "float32")]
+    weights = [small, large, [], [], small, small, []]
+    assert [(file.first, file.end) for file in plan_files(weights, 100)] == [(0, 1), (1, 4), (4, 7)]

@@ -15,7 +15,8 @@ from recipe_gkd.actor.megatron.layout_checks import ensure_heads_fit_context, en
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.preflight import read_student
 from tests._support.errors import raises
-from tests._support.layouts import CP2, EP2, ETP1, OVERRIDE, PP2, TP2, VPP2
+from tests._support.families import BY_TYPE, make_family_folder
+from tests._support.layouts import CP2, EP2, ETP1, OVERRIDE, PP2, SP, TP2, VPP2
 from tests._support.tiny_models import MEGATRON, make_config, make_folder
 
 
@@ -23,7 +24,10 @@ from tests._support.tiny_models import MEGATRON, make_config, make_folder
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return folders of tiny models, by kind."""
     base = tmp_path_factory.mktemp("models")
-    return {kind: make_folder(base / kind, kind) for kind in ("qwen2", "llama", "qwen3_moe", "mixtral")}
+    gpt_oss = make_family_folder(base / "gpt_oss", BY_TYPE["gpt_oss"])
+    return {kind: make_folder(base / kind, kind) for kind in ("qwen2", "llama", "qwen3_moe", "mixtral")} | {
+        "gpt_oss": gpt_oss
+    }
 
 
 class TestReadModelDims:
@@ -138,6 +142,7 @@ class TestEnsureLayoutFits:
             ("qwen2", 2, [EP2], ["expert_model_parallel_size", "expert_tensor_parallel_size"]),
             ("qwen3_moe", 3, [EP2.replace("=2", "=3")], ["expert_model_parallel_size"]),
             ("qwen3_moe", 3, [ETP1.replace("=1", "=3")], ["expert_tensor_parallel_size"]),
+            ("gpt_oss", 2, [TP2, SP], ["expert_tensor_parallel_size"]),  # their biases are not divided
             ("qwen3_moe", 2, [TP2], ["sequence_parallel", "tensor_model_parallel_size"]),
             ("qwen3_moe", 4, [PP2.replace("=2", "=4")], ["pipeline_model_parallel_size"]),
         ],
