@@ -60,7 +60,7 @@ def _route_by_corrected_scores() -> None:
 
 
 def _rotate_all_heads() -> None:
-    """Rotate heads that are a dimension of their own, as in latent attention and in LFM2.
+    """Rotate all heads if they are a separate dimension, as in latent attention and in LFM2.
 
     The kernel takes the last dimension for all heads of a token (``csrc/cpu/pos_encoding.cpp``).
     """

@@ -26,6 +26,7 @@ from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation.validation import read_validation
 from teacher.errors import TeacherUnavailable
+from tests._support.waiting import PATIENCE_S
 from tests.unit.validation.test_validation import TOKENIZER, FakeCluster, NoTeacher, make_config
 
 ERRORS = {
@@ -127,7 +128,9 @@ class StoppingTrainer(Trainer):
         if batch.step == self.stop_in:
             self.faults.stopped = True
             await asyncio.sleep(0.05)  # the stages of the next batches come to the fault
-            assert self.faults.log or not self.faults.stage
+            async with asyncio.timeout(PATIENCE_S):
+                while self.faults.stage and not self.faults.log:
+                    await asyncio.sleep(0.01)
             assert self.stop.request("SIGTERM")
         await asyncio.sleep(0.001)
         return {}

@@ -1,4 +1,4 @@
-"""Score sequences with the teacher's engine, in a process of its own: `teacher_script.py FOLDER OUT`.
+"""Score sequences with the teacher's engine, in a separate process: `teacher_script.py FOLDER OUT`.
 
 The .npz file OUT has the token ids of each sequence I, I/ids_T, and its scores, I/topk_ids_TK, I/topk_logps_TK and
 I/sampled_logps_T.

@@ -25,7 +25,7 @@ TE_FUSED, VARLEN, SDPA_BLOCKS = AttentionKernel.TE_FUSED, AttentionKernel.VARLEN
 GPUS = {"V100": (7, 0), "A100": (8, 0), "L40S": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
 CONFIG: Any = SimpleNamespace(
     transformer_impl="local", use_cpu_initialization=True, params_dtype=SINGLE, kv_channels=16, softmax_scale=None,
-    window_size=None, window_attn_skip_freq=None,
+    window_size=None, window_attn_skip_freq=None, softmax_type="vanilla",
 )  # fmt: skip
 
 
@@ -64,6 +64,8 @@ class TestChoice:
         assert attention_kernel(SimpleNamespace(**options)) is VARLEN
         options["transformer_impl"] = "transformer_engine"
         assert attention_kernel(SimpleNamespace(**options)) is TE_FUSED
+        options["softmax_type"] = "learnable"  # sinks, which no fused kernel has
+        assert attention_kernel(SimpleNamespace(**options)) is SDPA_BLOCKS
 
 
 LENGTHS = [7, 1, 20, 19, 3, 6, 8]

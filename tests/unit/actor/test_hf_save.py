@@ -30,7 +30,7 @@ class TestWriteHfFolder:
 
 
 def test_weights_of_one_tensor_are_in_one_file() -> None:
-    """A weight without tensors is a part of the one before it, also if that is larger than a file."""
+    """A weight without tensors is a part of the one before it, even of one that is larger than a file."""
     small: list[TensorMeta] = [("small", (10,), "float32")]
     large: list[TensorMeta] = [("large", (90,), "float32")]
     weights = [small, large, [], [], small, small, []]

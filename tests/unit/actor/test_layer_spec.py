@@ -59,7 +59,7 @@ def with_te(*, experts: int | None = None, grouped_gemm: bool = True) -> Any:
     return SimpleNamespace(
         transformer_impl="transformer_engine", use_cpu_initialization=False, params_dtype=torch.bfloat16,
         kv_channels=128, qk_layernorm=False, num_moe_experts=experts, moe_grouped_gemm=grouped_gemm,
-        use_te_activation_func=experts is None,
+        use_te_activation_func=experts is None, softmax_type="vanilla",
     )  # fmt: skip
 
 

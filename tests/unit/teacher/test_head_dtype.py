@@ -23,6 +23,7 @@ class FakeEngineArgs:
     uses_v2 = True
     use_v2_model_runner = property(lambda self: FakeEngineArgs.uses_v2)
     max_model_len = 4096
+    use_mla = False
 
     def __init__(self, **options: Any) -> None:
         self.options = options
