@@ -364,7 +364,6 @@ FAMILIES = (
         | _GROUPED
         | _LATENT
         | dict(q_lora_rank=16, routed_scaling_factor=1.5, mlp_layer_types=["dense", "sparse", "sparse"]),
-
         megatron="",
     ),
     Family(
@@ -379,7 +378,6 @@ FAMILIES = (
             q_lora_rank=None, topk_method="group_limited_greedy", n_routed_experts=8, n_group=4, topk_group=2,
             rope_parameters=_YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
         ),
-
         megatron="",
     ),
     Family(
@@ -394,7 +392,6 @@ FAMILIES = (
             q_lora_rank=16, routed_scaling_factor=1.5, rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
             topk_method="noaux_tc", scoring_func="sigmoid",
         ),
-
         is_default=True,
         megatron="",
     ),

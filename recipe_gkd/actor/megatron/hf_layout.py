@@ -118,11 +118,11 @@ def join_shards(weight: Weight, dims: ModelDims, shards: Sequence[Tensor]) -> li
 
 def _from_stack(stack: Stack, stored: Tensor) -> Tensor:
     """Return the parameter of an expert: of a matrix [out, in], with the rows of gate before those of up."""
-    parameter = stored.mT if stack.transposed and stored.dim() == 2 else stored
+    parameter = stored.mT if stack.transposed else stored
     return torch.cat([parameter[0::2], parameter[1::2]]) if stack.interleaved else parameter
 
 
 def _to_stack(stack: Stack, parameter: Tensor) -> Tensor:
     """Return the part of an expert in the tensor of all of them."""
     stored = torch.stack(parameter.chunk(2), dim=1).flatten(0, 1) if stack.interleaved else parameter
-    return (stored.mT if stack.transposed and stored.dim() == 2 else stored).contiguous()
+    return (stored.mT if stack.transposed else stored).contiguous()

@@ -112,8 +112,9 @@ def _check_layers(manager: LoRAModelManager, lora: LoRAModel) -> None:
         for name, module in manager.model.named_modules(remove_duplicate=False)
         if id(module) in adapted and not name.endswith(".base_layer")
     }
-    # Latent attention multiplies the weight of kv_b_proj with other weights.
-    inner = {id(each) for part in manager.model.modules() for each in vars(getattr(part, "impl", part)).values()}
+    # Latent attention computes with the weight of kv_b_proj, which the backend of its attention has.
+    backends = [part.impl for part in manager.model.modules() if hasattr(part, "impl")]
+    inner = {id(value) for backend in backends for value in vars(backend).values()}
     bypassed |= {name for name, layer in manager.modules.items() if id(layer.base_layer) in inner} & lora.loras.keys()
     if unknown := sorted(lora.loras.keys() - known | bypassed):
         raise WeightSyncError(

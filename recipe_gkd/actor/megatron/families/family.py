@@ -57,7 +57,7 @@ class Stack:
     """Form of a tensor of a folder that holds a weight of all experts of a layer. Its first dimension is the expert.
 
     Attributes:
-        transposed: If true, a matrix is stored as [in, out].
+        transposed: If true, it is a matrix that is stored as [in, out].
         interleaved: If true, outputs of gate and up alternate.
     """
 
