@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class Family:
         config: Options of a tiny configuration of ``model_type``.
         note: Sentence about a difference that the columns do not show.
         rollout_config: Other options in the test of the rollout, because of ``note``.
+        weight_scales: Part of the names of weights -> factor of their random values.
         megatron: Reason why ``strategy=megatron`` cannot train it.
         fsdp: Reason why ``strategy=fsdp`` cannot train it.
         lora: Reason why ``strategy=fsdp`` cannot train adapters of it.
@@ -48,6 +50,7 @@ class Family:
     config: Mapping[str, Any] = field(repr=False)
     note: str = ""
     rollout_config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    weight_scales: Mapping[str, float] = field(default_factory=dict, repr=False)
     megatron: str = NOT_IMPLEMENTED
     fsdp: str = ""
     lora: str = ""
@@ -162,6 +165,26 @@ FAMILIES = (
         ),
         is_default=True,
         megatron="",
+    ),
+    Family(
+        model_type="gemma4_text",
+        name="Gemma 4",
+        examples="the text models of Gemma-4-E2B, E4B, 26B-A4B and 31B",
+        config=_SIZES
+        | _TIED
+        | _WIDE
+        | dict(
+            num_hidden_layers=5, sliding_window=WINDOW, global_head_dim=128, num_global_key_value_heads=1,
+            layer_types=[
+                "sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention",
+            ],
+            attention_k_eq_v=True, num_kv_shared_layers=2, use_double_wide_mlp=True, final_logit_softcapping=5.0,
+            hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCABULARY,
+            enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32,
+        ),
+        # Its scores are not divided by the root of the head width: the norms of queries have learned to.
+        weight_scales={"q_norm": 0.1},
+        megatron="its layers have inputs of their own, and the last ones share keys and values",
     ),
     Family(
         model_type="glm4",
@@ -443,19 +466,26 @@ def make_family_folder(path: Path, family: Family, changes: Mapping[str, Any] | 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family.model_type, **deepcopy(dict(family.config) | dict(changes or {})))
     model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            _randomize(name, tensor)
+    randomize(model, family)
     model.save_pretrained(path)
     save_word_tokenizer(path, [f"word{index}" for index in range(VOCABULARY - 3)])
     return path
+
+
+@torch.no_grad()
+def randomize(model: Any, family: Family) -> None:
+    """Replace the initial values of all weights and buffers of a model."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        _randomize(name, tensor)
+        if scales := [scale for part, scale in family.weight_scales.items() if part in name]:
+            tensor.mul_(math.prod(scales))
 
 
 def _randomize(name: str, tensor: torch.Tensor) -> None:
     """Replace the initial value of a tensor. Constants of recurrent layers only get noise."""
     if not tensor.is_floating_point():
         return
-    if "norm" in name or name.endswith(("A_log", "dt_bias", ".D", "layer_scalar")):
+    if "norm" in name or name.endswith(("A_log", "dt_bias", ".D", "layer_scalar", "router.scale", "expert_scale")):
         tensor.add_(0.1 * torch.randn_like(tensor))
     elif tensor.ndim == 1:  # biases, sinks, and the correction of the router's scores, which is a buffer
         tensor.normal_(0, 0.1)

@@ -26,6 +26,7 @@ from recipe_gkd.actor.checkpoint.files import BACKEND
 from recipe_gkd.actor.fsdp.fsdp_model import FsdpModel
 from recipe_gkd.actor.fsdp.loading import fsdp_modules
 from recipe_gkd.actor.fsdp.lora import adapter_dims
+from recipe_gkd.actor.fsdp.model_dims import config_value
 
 STRATEGY = "fsdp"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -103,7 +104,7 @@ def describe(model: FsdpModel, step: int, contents: Sequence[str]) -> dict[str, 
 def model_dims(model: FsdpModel) -> dict[str, Any]:
     """Return the dimensions of the model and of its adapters that a checkpoint must have; see :data:`COMPARED_DIMS`."""
     config = model.module.config.get_text_config()
-    dims = {name: getattr(config, name, None) for name in COMPARED_DIMS}
+    dims = {name: config_value(config, name) for name in COMPARED_DIMS}
     dims |= adapter_dims(model.module)
     return dict(json.loads(json.dumps(dims)))  # a tuple equals the list that is read from a checkpoint
 

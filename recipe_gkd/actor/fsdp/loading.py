@@ -63,8 +63,10 @@ def load_sharded(
     result = _describe(folder, trust_remote_code=trust_remote_code)
     _raise_on_all_ranks(result if isinstance(result, ModelError) else None)
     module, stored, buffers = cast(_Described, result)
-    # transformers would give the embedding of the padding token no gradient. Here it is a token that can be sampled.
-    module.get_input_embeddings().padding_idx = None
+    # transformers would give the embeddings of the padding token no gradient. Here it is a token that can be sampled.
+    for embedding in module.modules():
+        if isinstance(embedding, torch.nn.Embedding):  # Gemma 4 has a second one
+            embedding.padding_idx = None
     module.requires_grad_(True)
     if lora is not None and lora.rank:
         add_adapters(module, lora)

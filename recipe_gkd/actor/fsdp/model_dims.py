@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recipe_gkd.actor.fsdp.mixtures import MIXTURES, read_experts, read_latent_attention
 from recipe_gkd.actor.student_dims import StudentDims, check_not_quantized, load_hf_config, read_config_json
@@ -23,6 +23,9 @@ GATED_FAMILIES = frozenset({
     "qwen3", "seed_oss", "smollm3",
 })  # fmt: skip
 """Values of ``model_type`` whose layers have the matrix products that :mod:`recipe_gkd.metrics.flops` counts."""
+
+FULL_ATTENTION = "full_attention"
+"""Kind of a layer that attends to all tokens, in ``layer_types``."""
 
 POSITION_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
@@ -157,13 +160,24 @@ def _check_stored_as_trained(model_types: tuple[str, ...], path: str | Path) -> 
             )
 
 
+def config_value(text: PretrainedConfig, name: str) -> Any:
+    """Return a value of a configuration, None without one; a list of the values of all layers if they can differ."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:  # transformers raises it for a value that differs between layers
+        return [getattr(text.per_layer_config[layer], name) for layer in range(text.num_hidden_layers)]
+
+
 def _number(text: PretrainedConfig, *names: str) -> int:
-    """Return the first of the named values that is a positive integer; 0 without one."""
+    """Return the first of the named values that is a positive integer; 0 without one.
+
+    Of a value that differs between layers, take that of the first layer which attends to all tokens.
+    """
     for name in names:
-        try:
-            value = getattr(text, name, None)
-        except RuntimeError:  # transformers raises it for a value that differs between layers
-            continue
+        value = config_value(text, name)
+        if isinstance(value, list):
+            kinds = _layer_kinds(text)
+            value = value[kinds.index(FULL_ATTENTION) if FULL_ATTENTION in kinds else 0]
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return 0
@@ -186,8 +200,8 @@ def _layer_kinds(text: PretrainedConfig) -> list[str]:
 
 def _n_cached_layers(text: PretrainedConfig) -> int:
     if kinds := _layer_kinds(text):
-        full = sum(kind in ("full_attention", "attention") for kind in kinds)
-        return max(0, full - _number(text, "num_kv_shared_layers"))
+        own = kinds[: len(kinds) - _number(text, "num_kv_shared_layers")]
+        return sum(kind in (FULL_ATTENTION, "attention") for kind in own)
     return 0 if _window(text) else _number(text, "num_hidden_layers")
 
 

@@ -8,7 +8,7 @@ Shape suffixes: R rank, O outputs of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -85,7 +85,31 @@ def _to_vllm(model: torch.nn.Module, factors: dict[str, torch.Tensor]) -> LoRAMo
     for name, parts in manager.packed_modules.items():
         if (joined := lora.loras.pop(name, None)) is not None:
             lora.loras |= _split(joined, parts, manager.modules[name].base_layer.output_sizes)
+    for name, others in _repeated_parts(model):
+        if (single := lora.loras.get(name)) is not None:
+            lora.loras |= _repeat(single, others)
     return lora
+
+
+def _repeated_parts(model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Yield parts of joined layers whose stored weight vLLM loads into other parts too, and the names of those.
+
+    Gemma 4 has layers whose values are their keys: vLLM stores the weight of ``k_proj`` twice.
+    """
+    for module_name, module in model.named_modules():
+        mapper = getattr(module, "hf_to_vllm_mapper", None)
+        for source, (_, shards) in (mapper.orig_to_new_stacked if mapper else {}).items():
+            if isinstance(shards, list):
+                layer, _, part = f"{module_name}.{source}".rstrip(".").rpartition(".")
+                parts = [f"{shard}_proj" for shard in shards]
+                yield f"{layer}.{part}", [f"{layer}.{other}" for other in parts if other != part]
+
+
+def _repeat(single: LoRALayerWeights, names: Sequence[str]) -> dict[str, LoRALayerWeights]:
+    """Return the factors of a layer under other names."""
+    return {
+        name: LoRALayerWeights(name, single.rank, single.lora_alpha, single.lora_a, single.lora_b) for name in names
+    }
 
 
 def _split(joined: LoRALayerWeights, parts: Sequence[str], sizes: Sequence[int]) -> dict[str, LoRALayerWeights]:

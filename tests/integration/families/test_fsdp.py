@@ -15,8 +15,9 @@ from recipe_gkd.actor.fsdp.model_dims import read_causal_lm_dims
 from recipe_gkd.actor.fsdp.packing import RowStyle
 from recipe_gkd.commands.gpu_smoke.reference import sample_logits
 from recipe_gkd.errors import ConfigError, ModelError
+from tests._support.causal_models import VOCABULARY
 from tests._support.errors import check_error, raises
-from tests._support.families import BY_TYPE, FAMILIES, Family, make_family_folder
+from tests._support.families import BY_TYPE, FAMILIES, Family, make_family_folder, randomize
 from tests._support.repository import REPO
 from tests._support.tiny_models import ACTOR, make_config, make_samples, with_turns, without_empty
 from tests._support.worker_pool import WorkerPool
@@ -135,22 +136,32 @@ def test_refusal_names_the_reason_before_anything_starts(family: Family, tmp_pat
 VISION = dict(
     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4
 )
+VISION4 = dict(
+    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16
+)
 
 
 @pytest.mark.slow
-def test_training_of_gemma3_with_images_changes_its_text_model_only(pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "vision"), [("Gemma3", VISION), ("Gemma4", VISION4)])
+def test_training_of_a_folder_with_images_changes_its_text_model_only(
+    kind: str, vision: dict[str, int], pool: WorkerPool, tmp_path: Path
+) -> None:
     folder, saved, checkpoint = tmp_path / "model", tmp_path / "saved", tmp_path / "state"
-    text = BY_TYPE["gemma3_text"].config | {"model_type": "gemma3_text"}
+    family = BY_TYPE[f"{kind.lower()}_text"]
+    text = family.config | {"model_type": family.model_type, "pad_token_id": VOCABULARY - 1}
     torch.manual_seed(0)
-    config = transformers.Gemma3Config(text_config=text, vision_config=VISION)
-    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    randomize(model, family)
+    model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     training = pool.run(2, jobs.train_and_save, make_config(folder, *FSDP, ranks=2), BATCHES, checkpoint, saved)[0]
     assert_stored(folder, training)
     want_metrics, _ = reference_training(folder, BATCHES, lr=LR)
     assert_metrics(training.metrics, want_metrics, rel=5e-4)
     changed = {name for name, tensor in training.weights.items() if not torch.equal(tensor, training.before[name])}
-    assert changed == {name for name in training.weights if name.startswith("language_model.")}
+    buffers = {name for name in training.weights if name.endswith(".layer_scalar")}
+    assert changed == {name for name in training.weights if "language_model." in name} - buffers
     assert_saved(saved, training.weights)
 
 

@@ -45,6 +45,11 @@ FALCON = {
     "model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
     "multi_query": True, "new_decoder_architecture": False, "max_position_embeddings": 64, "ffn_hidden_size": 128,
 }  # fmt: skip
+GEMMA4 = GQA | {
+    "model_type": "gemma4_text", "num_hidden_layers": 5, "num_kv_shared_layers": 3, "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"],
+    "head_dim": 12, "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+}  # fmt: skip
 MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 64}
 
 
@@ -94,6 +99,7 @@ class TestReadCausalLMDims:
                 {"model_type": "gemma3", "text_config": family("gemma3_text", head_dim=12, sliding_window=16)},
                 dims(head_dim=12, window=16, cached_layers=0),
             ),
+            (GEMMA4, dims(layers=5, kv_heads=1, head_dim=24, window=16, cached_layers=1)),
         ],
         ids=lambda given: given.get("model_type", "dims"),
     )

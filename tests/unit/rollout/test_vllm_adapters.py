@@ -37,7 +37,9 @@ def make_model() -> Any:
         lora_config=SimpleNamespace(lora_dtype=torch.float32, max_lora_rank=4),
     )
     gate_up.output_sizes = [4, 5]  # type: ignore[assignment]
-    return SimpleNamespace(lora_manager=manager)
+    model = nn.Module()
+    model.lora_manager = manager  # type: ignore[assignment]
+    return model
 
 
 def make_factors(layer: str, n_outputs: int, rank: int = RANK) -> dict[str, torch.Tensor]:
@@ -57,6 +59,20 @@ def test_factors_of_joined_layer_are_divided(adapters: Any) -> None:
     parts = [lora.lora_b @ lora.lora_a for lora in loras.values()]
     assert [len(part) for part in parts] == [4, 5]
     torch.testing.assert_close(torch.cat(parts), b @ a)
+
+
+def test_factors_of_a_weight_that_vllm_stores_twice_are_repeated(adapters: Any) -> None:
+    """As in Gemma 4, where some layers compute keys and values with one weight."""
+    model = make_model()
+    model.model = nn.Module()
+    twice = {"layers.0.self_attn.k_proj.": ("layers.0.self_attn.qkv_proj.", ["k", "v"])}
+    once = {"layers.0.self_attn.q_proj.": ("layers.0.self_attn.qkv_proj.", "q")}
+    model.model.hf_to_vllm_mapper = SimpleNamespace(orig_to_new_stacked=once | twice)
+    factors = make_factors("self_attn.q_proj", 4) | make_factors("self_attn.k_proj", 2)
+    loras = adapters._to_vllm(model, factors).loras
+    assert set(loras) == {f"model.layers.0.self_attn.{name}_proj" for name in "qkv"}
+    key, value = (loras[f"model.layers.0.self_attn.{name}_proj"] for name in "kv")
+    assert torch.equal(key.lora_a, value.lora_a) and torch.equal(key.lora_b, value.lora_b)
 
 
 def test_adapter_without_layer_is_refused_by_name(adapters: Any) -> None:
