@@ -270,6 +270,13 @@ FAMILIES = (
         megatron="it normalizes queries and keys after their rotation",
     ),
     Family(
+        model_type="hunyuan_v1_moe",
+        name="Hunyuan (mixture of experts)",
+        examples="Hunyuan-A13B-Instruct",
+        config=_SIZES | _TIED | _WIDE | dict(num_experts=4, moe_topk=2),
+        megatron="it normalizes queries and keys after their rotation",
+    ),
+    Family(
         model_type="lfm2",
         name="LFM2",
         examples="LFM2-350M to 2.6B",
@@ -281,6 +288,37 @@ FAMILIES = (
         ),
         is_padded=True,
         megatron="it has convolution layers",
+    ),
+    Family(
+        model_type="lfm2_moe",
+        name="LFM2 (mixture of experts)",
+        examples="LFM2-8B-A1B",
+        config=_SIZES
+        | _TIED
+        | _EXPERTS
+        | dict(
+            layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, num_experts=4, num_dense_layers=1,
+            routed_scaling_factor=1.5,
+        ),
+        is_padded=True,
+        megatron="it has convolution layers",
+    ),
+    Family(
+        model_type="granitemoehybrid",
+        name="Granite 4",
+        examples="Granite-4.0-Micro, H-Tiny and H-Small",
+        config=_SIZES
+        | _TIED
+        | dict(
+            num_hidden_layers=4, layer_types=["mamba", "attention", "mamba", "mamba"], num_local_experts=4,
+            num_experts_per_tok=2, intermediate_size=32, shared_intermediate_size=48, position_embedding_type="nope",
+            mamba_n_heads=8, mamba_n_groups=1, mamba_d_state=16, mamba_d_head=32, mamba_chunk_size=8,
+            embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.1,
+        ),
+        note="vLLM normalizes the outputs of Mamba layers in `mamba_n_groups` groups, transformers all at once: both "
+        "agree with one group",
+        is_padded=True,
+        megatron="it has state-space layers",
     ),
     Family(
         model_type="nemotron_h",
