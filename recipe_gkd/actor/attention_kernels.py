@@ -1,6 +1,6 @@
 """Choice of the kernel that computes attention within the sequences of a packed row.
 
-None of them stores the scores of a sequence, [S, S] for each head, for the head widths of the supported models.
+Only ``STORED_SCORES`` stores scores, [S, S] for each head and sequence, and those of some queries at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ class AttentionKernel(Enum):
     TE_FUSED = "Transformer Engine, cuDNN for packed sequences (THD)"
     VARLEN = "torch varlen_attn (FlashAttention)"
     SDPA_BLOCKS = "torch scaled_dot_product_attention in blocks"
+    STORED_SCORES = "torch matrix products, with the stored scores of some queries at a time"
+
+    @property
+    def reads_blocks(self) -> bool:
+        """True if the kernel computes blocks of sequences, whose indices it reads."""
+        return self in (AttentionKernel.SDPA_BLOCKS, AttentionKernel.STORED_SCORES)
 
 
 def choose_attention(

@@ -184,7 +184,7 @@ FAMILIES = (
         ),
         # Its scores are not divided by the root of the head width: the norms of queries have learned to.
         weight_scales={"q_norm": 0.1},
-        megatron="its layers have inputs of their own, and the last ones share keys and values",
+        megatron="each layer has another embedding of the tokens, and the last layers share keys and values",
     ),
     Family(
         model_type="glm4",
@@ -315,8 +315,7 @@ FAMILIES = (
             mamba_n_heads=8, mamba_n_groups=1, mamba_d_state=16, mamba_d_head=32, mamba_chunk_size=8,
             embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.1,
         ),
-        note="vLLM normalizes the outputs of Mamba layers in `mamba_n_groups` groups, transformers all at once: both "
-        "agree with one group",
+        note="vLLM normalizes in `mamba_n_groups` groups, transformers all at once: both agree with one group",
         is_padded=True,
         megatron="it has state-space layers",
     ),

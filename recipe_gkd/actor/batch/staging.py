@@ -134,7 +134,7 @@ def _widened(name: str, array: np.ndarray, allocate: Allocate) -> np.ndarray:
 def _attention_indices(packed: PackedBatch, attention: AttentionKernel) -> dict[str, np.ndarray]:
     """Return the boundaries of the sequences and the rows that the attention gathers, int32."""
     indices = {BOUNDARIES: np.cumsum([0, *packed.lengths])}
-    if attention is AttentionKernel.SDPA_BLOCKS and len({*packed.lengths}) > 1:
+    if attention.reads_blocks and len({*packed.lengths}) > 1:
         blocks = bucket_by_length(packed.lengths)
         indices |= {f"block/{number}": np.maximum(block, 0) for number, block in enumerate(blocks)}
         indices["unpack_index_N"] = _unpack_index(blocks)

@@ -78,7 +78,7 @@ def keep_padding_rows(model: Any, n_token_ids: int) -> Iterator[None]:
         model: Sharded model of transformers.
         n_token_ids: Number of token ids. Rows from this index on are padding.
     """
-    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    layers = [*_token_embeddings(model), model.get_output_embeddings()]
     weights = {id(layer.weight): layer.weight for layer in layers if layer is not None}
     local = [local_rows(weight) for weight in weights.values()]
     rows = [tensor[max(0, n_token_ids - first) :] for tensor, first in local]
@@ -87,6 +87,14 @@ def keep_padding_rows(model: Any, n_token_ids: int) -> Iterator[None]:
     with torch.no_grad():
         for tensor, before in zip(rows, kept, strict=True):
             tensor.copy_(before)
+
+
+def _token_embeddings(model: Any) -> list[torch.nn.Embedding]:
+    """Return the embeddings with a row for each token id. Gemma 4 has a second one, for the inputs of its layers."""
+    first = model.get_input_embeddings()
+    return [
+        part for part in model.modules() if type(part) is type(first) and part.num_embeddings == first.num_embeddings
+    ]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

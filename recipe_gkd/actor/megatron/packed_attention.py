@@ -58,7 +58,7 @@ class PackedSequences(PackedSeqParams):
 def attention_kernel(config: TransformerConfig) -> AttentionKernel:
     """Return the kernel for the layers of a Megatron configuration on this process's device."""
     if config.softmax_type == "learnable":
-        return AttentionKernel.SDPA_BLOCKS  # the fused kernels have no sinks
+        return AttentionKernel.STORED_SCORES  # the others have no sinks
     assert config.kv_channels is not None  # set by `transformer_config`
     return choose_attention(
         with_transformer_engine=config.transformer_impl == "transformer_engine",

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
@@ -149,11 +150,28 @@ def _patch_optimizer_shards() -> None:
 
 
 def _patch_router_gemm() -> None:
-    """Define ``te_general_gemm``, which the module always reads but imports only with Transformer Engine."""
+    """Define ``te_general_gemm``, which the module always reads but imports only with Transformer Engine; add biases.
+
+    Transformer Engine tells cuBLASLt the data type of a bias only with FP8 inputs. The bias of a 16-bit router would
+    be read as float32, the type of the scores.
+    """
     from megatron.core.transformer.moe import moe_utils
 
-    if not hasattr(moe_utils, "te_general_gemm"):
+    original = getattr(moe_utils, "te_general_gemm", None)
+    if original is None:
         moe_utils.te_general_gemm = None
+        return
+    if hasattr(original, _IS_PATCHED):
+        return
+
+    @functools.wraps(original)
+    def general_gemm(
+        weight: Tensor, rows: Tensor, out_dtype: torch.dtype, *args: Any, bias: Tensor | None = None, **options: Any
+    ) -> tuple[Any, ...]:
+        output, *rest = original(weight, rows, out_dtype, *args, **options)
+        return (output if bias is None else output + bias.to(out_dtype), *rest)
+
+    moe_utils.te_general_gemm = _patched(general_gemm)
 
 
 def _patch_latent_attention() -> None:

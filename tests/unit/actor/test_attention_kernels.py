@@ -65,7 +65,7 @@ class TestChoice:
         options["transformer_impl"] = "transformer_engine"
         assert attention_kernel(SimpleNamespace(**options)) is TE_FUSED
         options["softmax_type"] = "learnable"  # sinks, which no fused kernel has
-        assert attention_kernel(SimpleNamespace(**options)) is SDPA_BLOCKS
+        assert attention_kernel(SimpleNamespace(**options)) is AttentionKernel.STORED_SCORES
 
 
 LENGTHS = [7, 1, 20, 19, 3, 6, 8]

@@ -102,6 +102,7 @@ def without_windows(family: Any) -> Any:
     [
         ("deepseek_v2", {"topk_group": 1}, ("num_experts_per_tok", "topk_group")),
         ("deepseek_v3", {"num_experts_per_tok": 3}, ("num_experts_per_tok", "topk_group")),
+        ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, ("layer_types",)),
         ("glm4_moe", {"num_experts_per_tok": 1}, ("num_experts_per_tok",)),
         ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, ("num_experts_per_tok",)),
         (
@@ -112,7 +113,7 @@ def without_windows(family: Any) -> Any:
         ("ministral3", {}, ("model_type",)),
     ],
 )
-def test_routing_and_positions_that_megatron_computes_differently_are_refused(
+def test_routing_and_positions_that_megatron_or_vllm_computes_differently_are_refused(
     kind: str, changes: dict[str, Any], names: tuple[str, ...], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = folders.get(kind) or make_family_folder(tmp_path / "model", BY_TYPE[kind])

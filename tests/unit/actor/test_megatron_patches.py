@@ -36,6 +36,24 @@ class Group:
         return self._size
 
 
+def test_bias_of_a_router_is_added_in_the_type_of_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's function would pass it to cuBLASLt without its type."""
+    from megatron.core.transformer.moe import moe_utils
+
+    def te_general_gemm(
+        weight: torch.Tensor, rows: torch.Tensor, out_dtype: torch.dtype, *, layout: str, bias: None = None
+    ) -> tuple[torch.Tensor, None]:
+        assert layout == "TN" and bias is None
+        return rows.to(out_dtype) @ weight.to(out_dtype).T, None
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", te_general_gemm, raising=False)
+    install()
+    rows, weight, bias = (torch.randn(shape).bfloat16() for shape in ((5, 8), (4, 8), (4,)))
+    scores = moe_utils.RouterGatingLinearFunction.apply(rows, weight, bias, torch.float32)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, rows.float() @ weight.float().T + bias.float())
+
+
 def test_shards_of_a_single_rank_are_not_sent() -> None:
     from megatron.core.distributed import param_and_grad_buffer as buffers
 

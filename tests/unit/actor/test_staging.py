@@ -132,6 +132,7 @@ class TestStage:
         ("attention", "names"),
         [
             (AttentionKernel.SDPA_BLOCKS, {"block/", "unpack_index_N", "by_rank_N", "by_sequence_N"}),
+            (AttentionKernel.STORED_SCORES, {"block/", "unpack_index_N", "by_rank_N", "by_sequence_N"}),
             (AttentionKernel.VARLEN, {"by_rank_N", "by_sequence_N"}),
             (AttentionKernel.TE_FUSED, set()),
         ],

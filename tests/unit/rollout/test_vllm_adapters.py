@@ -62,7 +62,7 @@ def test_factors_of_joined_layer_are_divided(adapters: Any) -> None:
 
 
 def test_factors_of_a_weight_that_vllm_stores_twice_are_repeated(adapters: Any) -> None:
-    """As in Gemma 4, where some layers compute keys and values with one weight."""
+    """Some layers of Gemma 4 compute keys and values with one weight."""
     model = make_model()
     model.model = nn.Module()
     twice = {"layers.0.self_attn.k_proj.": ("layers.0.self_attn.qkv_proj.", ["k", "v"])}

@@ -9,7 +9,7 @@ from typing import Any
 
 from recipe_gkd.actor.megatron.families.blocks import INPUT_NORM, MLP_NORM, OUTPUT, qkv, replicated
 from recipe_gkd.actor.megatron.families.family import Family, Part, ShardSpec, Stack, WeightRule, WeightRules
-from recipe_gkd.actor.megatron.families.routing import single_expert_problem
+from recipe_gkd.actor.megatron.families.routing import Problem, single_expert_problem
 from recipe_gkd.actor.megatron.model_dims import LayerAttention, ModelDims
 from recipe_gkd.actor.mixture_configs import experts_everywhere
 
@@ -57,10 +57,18 @@ def _numbers(hf: Any) -> dict[str, Any]:
     }
 
 
+def _problem(hf: Any) -> Problem | None:
+    """Return why vLLM, which has a window in every other layer, would compute another model."""
+    kinds = ("sliding_attention", "full_attention")
+    if any(kind != kinds[layer % 2] for layer, kind in enumerate(hf.layer_types)):
+        return "vLLM has a sliding window in the first and then in every other layer", ("layer_types",)
+    return single_expert_problem(hf)
+
+
 GPT_OSS = Family(
     model_type="gpt_oss",
     numbers=_numbers,
     rules=_rules,
-    required={"attention_bias": (True,), "swiglu_alpha": (1.702,)},
-    problem=single_expert_problem,
+    required={"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    problem=_problem,
 )
