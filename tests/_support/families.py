@@ -474,6 +474,7 @@ FAMILIES = (
             use_routing_bias=True,
             rope_parameters=_ROPE | {"partial_rotary_factor": 0.5},
         ),
+        megatron="",
     ),
     Family(
         model_type="hrm_text",

@@ -90,12 +90,11 @@ def shared_experts(prefix: str) -> WeightRules:
 
 AFTER_ATTENTION_NORM = replicated(AFTER_ATTENTION, "post_attention_layernorm.weight", "hidden")
 AFTER_MLP_NORM = replicated(AFTER_MLP, "post_feedforward_layernorm.weight", "hidden")
-SCORE_BIAS = WeightRule(
-    ("mlp.router.expert_bias",),
-    ShardSpec.NONE,
-    (Part("mlp.gate.e_score_correction_bias", "experts"),),
-    is_float32=True,
-)
+
+
+def score_bias(name: str = "mlp.gate.e_score_correction_bias") -> WeightRule:
+    """Return the correction of the router's scores in the choice of the experts."""
+    return WeightRule(("mlp.router.expert_bias",), ShardSpec.NONE, (Part(name, "experts"),), is_float32=True)
 
 
 def feed_forward(dims: ModelDims, layer: int) -> WeightRules:
@@ -104,7 +103,7 @@ def feed_forward(dims: ModelDims, layer: int) -> WeightRules:
     if moe is None or not moe.layers[layer]:
         return gated_mlp("mlp")
     router, *of_experts = experts()
-    bias = (SCORE_BIAS,) if moe.score_bias else ()
+    bias = (score_bias(),) if moe.score_bias else ()
     shared = shared_experts("mlp.shared_experts") if moe.shared_ffn else ()
     return (router, *bias, *shared, *of_experts)
 

@@ -11,9 +11,12 @@ from recipe_gkd.actor.megatron.families.routing import single_expert_problem
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.mixture_configs import experts_everywhere
 
+MIXTRAL_EXPERTS = ("block_sparse_moe", ("w1", "w3", "w2"))
+"""Prefix of the names of the experts, and the names of gate, up and down."""
+
 
 def _mixtral_rules(dims: ModelDims, layer: int) -> WeightRules:
-    return (INPUT_NORM, *qkv(dims), OUTPUT, MLP_NORM, *experts("block_sparse_moe", ("w1", "w3", "w2")))
+    return (INPUT_NORM, *qkv(dims), OUTPUT, MLP_NORM, *experts(*MIXTRAL_EXPERTS))
 
 
 def _windowed(hf: Any) -> dict[str, Any]:
