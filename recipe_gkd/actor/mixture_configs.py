@@ -73,3 +73,20 @@ def experts_and_shared(hf: Any, **router: Any) -> MoEConfig:
         scale=float(hf.routed_scaling_factor),
         **router,
     )
+
+
+def experts_between_bounds(hf: Any, *, score_bias: bool = False) -> MoEConfig:
+    """Return experts of every ``moe_layer_interval``-th layer within two bounds, and shared experts without a gate."""
+    return MoEConfig(
+        layers=tuple(
+            (layer + 1) % hf.moe_layer_interval == 0 and hf.moe_layer_start_index <= layer <= hf.moe_layer_end_index
+            for layer in range(hf.num_hidden_layers)
+        ),
+        experts=hf.num_experts,
+        top_k=hf.num_experts_per_tok,
+        ffn=hf.moe_intermediate_size,
+        normalized=True,
+        shared_ffn=hf.moe_intermediate_size * (hf.moe_num_shared_experts or 0) or None,
+        shared_gate=False,
+        score_bias=score_bias,
+    )

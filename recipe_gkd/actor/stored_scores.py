@@ -71,7 +71,7 @@ def _attend_in_block(options: Scores, q_RSHD: Tensor, k_RSGD: Tensor, v_RSGD: Te
 def _attend_rows(options: Scores, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return the output of consecutive queries, of which the first is at position ``first`` of the keys."""
     scale = 1 / math.sqrt(query.size(-1)) if options.scale is None else options.scale
-    scores = (query.float() @ key.float().mT) * scale  # as fused kernels, which round no products
+    scores = (query.float() @ key.float().mT) * scale  # rounds no product to 16 bits, like fused kernels
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     scores = scores.masked_fill(~window_mask(key.size(2), options.window, key.device, first=first), -torch.inf)

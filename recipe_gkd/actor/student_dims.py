@@ -49,6 +49,11 @@ class MoEConfig:
     groups: tuple[int, int] | None = None
     scale: float = 1.0
 
+    @property
+    def corrects_softmax(self) -> bool:
+        """True if the correction is added to softmax scores."""
+        return self.score_bias and self.score == "softmax"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:

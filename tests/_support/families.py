@@ -462,7 +462,7 @@ FAMILIES = (
         config=_SIZES
         | _TIED
         | dict(moe_intermediate_size=32, moe_k=2, moe_num_experts=4, moe_num_shared_experts=1, moe_layer_start_index=1),
-        megatron="Megatron corrects the scores of experts with sigmoid only",
+        megatron="",
     ),
     Family(
         model_type="minimax_m2",

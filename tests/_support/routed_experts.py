@@ -86,11 +86,11 @@ class ForcedExperts:
         self.current = self.experts.get(tuple(ids_N.tolist()))
         self.agreements.append(Agreement())
 
-    def _route(self, layer: int, n_experts: int, forward: Any, hidden: Tensor) -> Any:
+    def _route(self, layer: int, n_experts: int, forward: Any, *args: Tensor) -> Any:
         if self.current is None:
-            return forward(hidden)
+            return forward(*args)
         with _GivenExperts(torch.as_tensor(self.current[:, layer]).long(), n_experts, self.agreements[-1]):
-            return forward(hidden)
+            return forward(*args)
 
 
 class _GivenExperts(TorchFunctionMode):

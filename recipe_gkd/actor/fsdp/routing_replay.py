@@ -43,6 +43,11 @@ def _softmax_of_chosen(logits_NV: Tensor, ids_NX: Tensor, router: Any) -> Tensor
     return logits_NV.gather(1, ids_NX).softmax(-1)
 
 
+def _normalized_sigmoid(logits_NV: Tensor, ids_NX: Tensor, router: Any) -> Tensor:
+    weights_NX = logits_NV.float().sigmoid().gather(1, ids_NX)
+    return weights_NX / weights_NX.sum(-1, keepdim=True)
+
+
 def _sigmoid(logits_NV: Tensor, ids_NX: Tensor, router: Any) -> Tensor:
     weights_NX = logits_NV.sigmoid().gather(1, ids_NX)
     if router.norm_topk_prob:
@@ -55,6 +60,8 @@ ROUTERS: dict[str, tuple[str, Weigh]] = {
     "qwen3_moe": ("gate", _softmax),
     "olmoe": ("gate", _softmax),
     "mixtral": ("gate", _normalized_softmax),
+    "ernie4_5_moe": ("gate", _normalized_softmax),
+    "minimax_m2": ("gate", _normalized_sigmoid),
     "deepseek_v2": ("gate", _scaled_softmax),
     "deepseek_v3": ("gate", _sigmoid),
     "glm4_moe": ("gate", _sigmoid),

@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
 from recipe_gkd.actor.attention_kernels import AttentionKernel
+from recipe_gkd.actor.megatron.corrected_softmax import add_corrections
 from recipe_gkd.actor.megatron.data_parallel import ddp_config
 from recipe_gkd.actor.megatron.families.reading import read_model_dims
 from recipe_gkd.actor.megatron.hf_load import LocalWeight, load_hf, local_weights
@@ -89,6 +90,8 @@ def build_megatron_model(config: Config, spec: RankSpec) -> MegatronModel:
     ddp = ddp_config(megatron, overlaps=device.type == "cuda" and spec.world_size > n_model_ranks)
     layout = init_parallel(config, spec)
     chunks = build_chunks(dims, transformer, device)
+    if dims.moe is not None and dims.moe.corrects_softmax:
+        add_corrections(chunks)
     if config.actor_rollout_ref.rollout.routing_replay:
         add_replay(chunks)
     load_hf(Path(model.path), chunks, dims, layout)

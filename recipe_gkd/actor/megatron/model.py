@@ -124,6 +124,13 @@ def _build_config(
     overrides = checked_overrides(
         "override_transformer_config", config.override_transformer_config, TransformerConfig, FIXED_FIELDS
     )
+    if overrides.get("moe_router_fusion") and dims.moe is not None and dims.moe.corrects_softmax:
+        raise ConfigError(
+            f"{MEGATRON}.override_transformer_config.moe_router_fusion=true, but a fused router does not correct the "
+            f"softmax scores of a {dims.family} student",
+            remedy="remove it",
+            keys=(f"{MEGATRON}.override_transformer_config",),
+        )
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     values: dict[str, Any] = dict(
         num_layers=dims.layers,
@@ -262,7 +269,7 @@ def _moe_fields(moe: MoEConfig | None, config: MegatronConfig, *, grouped_gemm: 
         moe_router_num_groups=moe.groups[0] if moe.groups else None,
         moe_router_group_topk=moe.groups[1] if moe.groups else None,
         moe_router_topk_scaling_factor=moe.scale if moe.scale != 1 else None,
-        moe_router_enable_expert_bias=moe.score_bias,
+        moe_router_enable_expert_bias=moe.score_bias and not moe.corrects_softmax,
         moe_router_bias_update_rate=0.0,  # the correction stays as it is in the folder
         moe_router_dtype="fp32",  # rounding to bfloat16 must not select other experts
         moe_grouped_gemm=grouped_gemm,

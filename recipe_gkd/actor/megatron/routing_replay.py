@@ -24,16 +24,16 @@ def add_replay(chunks: Sequence[GPTModel]) -> None:
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             if isinstance(layer.mlp, MoELayer):
-                replay = _RouterReplay(layer.layer_number - 1)
-                layer.mlp.router.router_replay = replay
+                router = layer.mlp.router
+                replay = router.router_replay = _RouterReplay(layer.layer_number - 1, router.router_replay)
                 layer.register_forward_pre_hook(replay.before_layer, with_kwargs=True)
 
 
 class _RouterReplay:
-    """Choice of the experts of one layer, in place of Megatron's ``RouterReplay``."""
+    """Choice of the experts of one layer, in place of Megatron's ``RouterReplay``, or of another object there."""
 
-    def __init__(self, layer: int) -> None:
-        self._layer = layer
+    def __init__(self, layer: int, own: Any) -> None:
+        self._layer, self._own = layer, own
         self._experts: ReplayedExperts | None = None
 
     def before_layer(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -49,7 +49,11 @@ class _RouterReplay:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return scores and ids of the experts of each token, [N, X] each."""
-        own_scores_NX, own_ids_NX = default_compute_topk(scores_NV, topk, num_groups, group_topk)
+        arguments = scores_NV, topk, num_groups, group_topk
+        if self._own is None:
+            own_scores_NX, own_ids_NX = default_compute_topk(*arguments)
+        else:
+            own_scores_NX, own_ids_NX = self._own.get_replay_topk(*arguments, default_compute_topk)
         if self._experts is None:
             return own_scores_NX, own_ids_NX
         ids_NX = self._experts.choose(self._layer, own_ids_NX)

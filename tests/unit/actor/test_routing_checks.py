@@ -24,7 +24,7 @@ TWO_STAGES = (PP2, "trainer.n_gpus_per_node=2")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
-    return {name: make_family_folder(base / name, BY_TYPE[name]) for name in ("qwen3", "qwen3_moe", "minimax_m2")}
+    return {name: make_family_folder(base / name, BY_TYPE[name]) for name in ("qwen3", "qwen3_moe", "lfm2_moe")}
 
 
 def check(folder: Path, *overrides: str) -> None:
@@ -38,7 +38,7 @@ def check(folder: Path, *overrides: str) -> None:
         ("qwen3_moe", (f"{KEY}=true",), (KEY, "trainer.device")),
         ("qwen3", ON_GPU, (KEY, MODEL)),
         ("qwen3", (*ON_GPU, FSDP), (KEY, MODEL)),
-        ("minimax_m2", (*ON_GPU, FSDP), (KEY, MODEL)),
+        ("lfm2_moe", (*ON_GPU, FSDP), (KEY, MODEL)),
         ("qwen3_moe", (*ON_GPU, f"{OVERRIDE}.moe_router_fusion=true"), (KEY, f"{OVERRIDE}.moe_router_fusion")),
         ("qwen3_moe", (*ON_GPU, *TWO_STAGES, *MOE_RECOMPUTED), (KEY, f"{OVERRIDE}.recompute_modules")),
     ],

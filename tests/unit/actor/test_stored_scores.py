@@ -33,7 +33,7 @@ def weights_of(query: Tensor, key: Tensor, options: Scores) -> Tensor:
     ids=["sinks", "softcap"],
 )
 def test_weights_in_16_bits_are_those_of_scores_that_are_not_rounded(options: Scores) -> None:
-    """As in the fused kernels of an engine. The scores have a standard deviation of 5; the weights are rounded."""
+    """The fused kernels of an engine do not round them either. The scores have a standard deviation of 5."""
     torch.manual_seed(0)
     query, key = (torch.randn(LENGTH, HEADS, WIDTH).bfloat16() for _ in range(2))
     one_hot = torch.eye(LENGTH)[:, None].expand(LENGTH, HEADS, LENGTH).bfloat16()
