@@ -15,9 +15,12 @@ from recipe_gkd.actor.megatron.families import FAMILIES
 from recipe_gkd.actor.megatron.families.reading import field_lists, read_model_dims
 from recipe_gkd.actor.megatron.hf_layout import join_shards, read_shard, shard_size
 from recipe_gkd.actor.megatron.hf_names import weights
-from recipe_gkd.errors import ModelError
+from recipe_gkd.actor.megatron.model import check_overrides
+from recipe_gkd.errors import ConfigError, ModelError
+from tests._support.base_config import base_config
 from tests._support.errors import raises
 from tests._support.families import BY_TYPE, make_family_folder
+from tests._support.layouts import OVERRIDE
 
 KINDS = sorted(FAMILIES)
 
@@ -119,3 +122,12 @@ def test_routing_and_positions_that_megatron_or_vllm_computes_differently_are_re
     folder = folders.get(kind) or make_family_folder(tmp_path / "model", BY_TYPE[kind])
     with raises(ModelError, path=tmp_path, names=names):
         read_model_dims(write_config(tmp_path, folder, changes))
+
+
+def test_fused_router_of_corrected_softmax_scores_is_refused(folders: dict[str, Path]) -> None:
+    """It would choose the experts without the corrections."""
+    dims = read_model_dims(folders["ernie4_5_moe"])
+    megatron = base_config(f"{OVERRIDE}.moe_router_fusion=true").actor_rollout_ref.actor.megatron
+    with raises(ConfigError, keys=("actor_rollout_ref.actor.megatron.override_transformer_config",)) as caught:
+        check_overrides(dims, megatron, "auto")
+    assert "softmax scores" in str(caught.value)

@@ -92,21 +92,21 @@ AFTER_ATTENTION_NORM = replicated(AFTER_ATTENTION, "post_attention_layernorm.wei
 AFTER_MLP_NORM = replicated(AFTER_MLP, "post_feedforward_layernorm.weight", "hidden")
 
 
-SCORE_BIAS = "mlp.gate.e_score_correction_bias"
-
-
 def score_bias(name: str, shape: str = "experts") -> WeightRule:
     """Return the correction of the router's scores in the choice of the experts."""
     return WeightRule(("mlp.router.expert_bias",), ShardSpec.NONE, (Part(name, shape),), is_float32=True)
 
 
-def feed_forward(dims: ModelDims, layer: int, bias_name: str = SCORE_BIAS, bias_shape: str = "experts") -> WeightRules:
+SCORE_BIAS = score_bias("mlp.gate.e_score_correction_bias")
+
+
+def feed_forward(dims: ModelDims, layer: int, correction: WeightRule = SCORE_BIAS) -> WeightRules:
     """Return a dense feed-forward block, or the router with its correction, and the shared and routed experts."""
     moe = dims.moe
     if moe is None or not moe.layers[layer]:
         return gated_mlp("mlp")
     router, *of_experts = experts()
-    bias = (score_bias(bias_name, bias_shape),) if moe.score_bias else ()
+    bias = (correction,) if moe.score_bias else ()
     shared = shared_experts("mlp.shared_experts") if moe.shared_ffn else ()
     return (router, *bias, *shared, *of_experts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipe_gkd.actor.megatron.families.blocks import INPUT_NORM, MLP_NORM, OUTPUT, feed_forward, qkv, rope
+from recipe_gkd.actor.megatron.families.blocks import INPUT_NORM, MLP_NORM, OUTPUT, feed_forward, qkv, rope, score_bias
 from recipe_gkd.actor.megatron.families.family import Family, WeightRules
 from recipe_gkd.actor.megatron.families.llama import layer_rules
 from recipe_gkd.actor.megatron.families.routing import single_expert_problem
@@ -27,8 +27,8 @@ def _moe_numbers(hf: Any) -> dict[str, Any]:
 
 
 def _moe_rules(dims: ModelDims, layer: int) -> WeightRules:
-    bias = "mlp.moe_statics.e_score_correction_bias"
-    return (INPUT_NORM, *qkv(dims), OUTPUT, MLP_NORM, *feed_forward(dims, layer, bias, "1 experts"))
+    correction = score_bias("mlp.moe_statics.e_score_correction_bias", "1 experts")
+    return (INPUT_NORM, *qkv(dims), OUTPUT, MLP_NORM, *feed_forward(dims, layer, correction))
 
 
 ERNIE4_5 = Family(model_type="ernie4_5", numbers=_numbers, rules=layer_rules, required=WITHOUT_BIAS)
