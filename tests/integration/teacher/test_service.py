@@ -247,7 +247,7 @@ def test_start_invalid_settings_fails_without_leaving_processes(wrong: str, tiny
         "ranks do not divide the heads": "TP_SIZE=3 does not divide the model's 2 attention heads; set TP_SIZE to",
         "longer than the model": f"MAX_MODEL_LEN=3072, but the model in CKPT_PATH={tiny_qwen2} takes at most 64 tokens",
     }[wrong]
-    assert expected in failed.stderr and "Traceback" not in failed.stderr
+    assert expected in failed.stderr and "Traceback" not in failed.stderr, failed.stderr
     assert processes_of(run_dir) == []
 
 
