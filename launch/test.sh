@@ -18,6 +18,7 @@ esac
 
 bash launch/setup.sh
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+export PYTHONDONTWRITEBYTECODE=  # hundreds of processes would compile the same modules
 .venv/bin/ruff check .
 .venv/bin/mypy
 # Three processes, because many tests wait for deadlines, or for processes that use one core each.

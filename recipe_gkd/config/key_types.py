@@ -47,8 +47,13 @@ def type_of(name: str) -> Any:
     """Return the type of the key ``name`` in the schema, with its annotations."""
     hint: Any = Config
     for part in name.split("."):
-        hint = get_type_hints(hint, include_extras=True)[part]
+        hint = _annotated_types(hint)[part]
     return hint
+
+
+@cache
+def _annotated_types(section: type) -> Mapping[str, Any]:
+    return get_type_hints(section, include_extras=True)
 
 
 def is_union(hint: Any) -> bool:
