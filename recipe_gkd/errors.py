@@ -251,7 +251,7 @@ class ModelMismatch(WeightSyncError):
 
     Attributes:
         sources: Sources of the tokens that differ, such as ``rollout worker 0 of 2``.
-        n_steps: Number of consecutive steps in which tokens have differed.
+        n_steps: Number of consecutive compared steps in which tokens have differed.
     """
 
     sources: tuple[str, ...] = field(default=(), kw_only=True)

@@ -113,7 +113,8 @@ async def train_with_restarts(
             return await trainer.fit(stop)
         except GkdError as error:
             if stop.reason is not None:
-                await _end_without_actors(error, config, cluster, stop)
+                saved = None if trainer is None else trainer.saver.newest
+                await _end_without_actors(error, cluster, stop, saved or (points[0].folder if points else None))
                 return None
             with stop.accepted() if saves_checkpoints(config) else nullcontext():
                 await stop.unless_requested(cluster.restart_actors(error))
@@ -126,13 +127,15 @@ async def train_with_restarts(
         log.warning("the actor ranks were started again; steps after the newest checkpoint are repeated")
 
 
-async def _end_without_actors(error: GkdError, config: Config, cluster: Cluster, stop: StopRequest) -> None:
+async def _end_without_actors(error: GkdError, cluster: Cluster, stop: StopRequest, newest: Path | None) -> None:
     """Return if the run ends as requested although an actor rank was lost, because an earlier checkpoint exists.
+
+    Args:
+        newest: Checkpoint that the run has saved last, or has resumed from.
 
     Raises:
         GkdError: ``error``, if no rank was lost or there is no checkpoint.
     """
-    newest = newest_complete(folder_of(config.trainer)).folder
     if newest is None or not await cluster.actor_is_lost(error):
         raise error
     log.warning(

@@ -369,9 +369,13 @@ class Trainer:
                 async for responses in self.cluster.generate_for_validation(data, timeout_s, rank, prompts, step):
                     yield responses
 
-        responses = await pipeline.generate_for_validation(
-            validation.prompts, generate, responses_per_prompt=validation.n
-        )
+        try:
+            responses = await pipeline.generate_for_validation(
+                validation.prompts, generate, responses_per_prompt=validation.n
+            )
+        finally:
+            if self.cluster.conversations is not None:  # of a failed validation, some may wait for a new worker
+                await self.cluster.conversations.close("validation")
         kl = None
         if validation.routes is not None:
             kl = await self._validation_kl(pipeline, validation.routes, validation.pairs(responses))

@@ -30,6 +30,7 @@ from recipe_gkd.conversations.open_batch import Batch, OpenBatch
 from recipe_gkd.conversations.process import CallError, EnvironmentLost
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.errors import DataError, WorkerDied
+from recipe_gkd.rollout.sampling import SamplingName
 from recipe_gkd.rollout.turns import Turn, TurnRequest
 from recipe_gkd.runtime.run_log import FILE_ONLY
 
@@ -114,9 +115,9 @@ class ConversationStage:
             else:
                 await self._drop(batch.key)
 
-    async def close(self) -> None:
-        """Cancel all conversations."""
-        for key in list(self._open):
+    async def close(self, sampling: SamplingName | None = None) -> None:
+        """Cancel all conversations, or only those with these sampling parameters."""
+        for key in [key for key in self._open if sampling in (None, key[0])]:
             await self._drop(key)
 
     async def _drop(self, key: tuple[str, int, int]) -> None:

@@ -92,10 +92,17 @@ class ActorLock:
             self._state.last_update_s = now() - started_at
 
     async def send_weights(self) -> None:
-        """Send the actor's weights to all replicas. The caller has checked that a sync is possible."""
+        """Send the actor's weights to all replicas. The caller has checked that a sync is possible.
+
+        A caller that is canceled does not interrupt it, because half a sync leaves the replicas without weights. An
+        error ends the run, whoever has called.
+        """
+        self._state.actor_busy = self._state.syncing = True  # before another task runs
+        await asyncio.shield(self._tasks.start(self._send_weights()))
+
+    async def _send_weights(self) -> None:
         state = self._state
         async with self._busy():
-            state.syncing = True
             with ExitStack() as spans:
                 for track in ["actor", *(f"rollout {replica}" for replica in range(state.config.n_replicas))]:
                     spans.enter_context(state.timeline.span(track, "sync", version=state.actor_version))

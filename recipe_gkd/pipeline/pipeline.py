@@ -89,7 +89,7 @@ class Pipeline:
         self._tasks = FirstErrorTaskGroup()
         self._lock = ActorLock(self._state, stages.sync, self._tasks)
         self._gate = StalenessGate(self._state, self._lock)
-        self._supervisor = RolloutSupervisor(self._state, self._lock, stages.replace)
+        self._supervisor = RolloutSupervisor(self._state, self._lock, stages.replace, self._tasks)
         self._assembler = BatchAssembler(self._state, stages, self._supervisor, self._tasks)
         self._dispatched: asyncio.Queue[asyncio.Task[ReadyBatch] | None] = asyncio.Queue()
 
@@ -167,7 +167,8 @@ class Pipeline:
             Responses in the order of ``prompts``.
 
         Raises:
-            GkdError: Generation failed on a replica. The pipeline can be used again, except after a failed weight sync.
+            GkdError: Generation failed on a replica. The pipeline can be used again. A failed weight sync or
+                replacement of a worker ends the pipeline's block instead.
         """
         responses: dict[int, Response] = {}
         shares = assign_prompts(prompts, self._state.config.n_replicas, responses_per_prompt)

@@ -11,6 +11,7 @@ from recipe_gkd.errors import WorkerDied, WorkerError
 from recipe_gkd.pipeline.actor_lock import ActorLock
 from recipe_gkd.pipeline.stages import Generate, Replace
 from recipe_gkd.pipeline.state import PipelineState
+from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
 
 REPORT = "this is a bug; please report it"
 ANY_VERSION = 0
@@ -24,8 +25,10 @@ class RolloutSupervisor:
     generates the parked prompts again.
     """
 
-    def __init__(self, state: PipelineState, lock: ActorLock, replace: Replace | None) -> None:
-        self._state, self._lock, self._replace = state, lock, replace
+    def __init__(
+        self, state: PipelineState, lock: ActorLock, replace: Replace | None, tasks: FirstErrorTaskGroup
+    ) -> None:
+        self._state, self._lock, self._replace, self._tasks = state, lock, replace, tasks
         self._replacing = asyncio.Lock()
 
     async def responses(
@@ -67,7 +70,9 @@ class RolloutSupervisor:
     async def _restart_replica(self, replica: int, n_unfinished: int) -> None:
         """Replace the worker of a dead replica and send it weights, or wait until another replacement has ended.
 
-        The unfinished prompts are parked meanwhile. If they counted as in flight, no sync could start.
+        The unfinished prompts are parked meanwhile. If they counted as in flight, no sync could start. A canceled
+        caller, such as a validation that fails on another replica, does not interrupt a replacement: training needs the
+        worker, too.
         """
         state = self._state
         if self._replace is None:
@@ -75,19 +80,24 @@ class RolloutSupervisor:
         state.n_parked += n_unfinished
         state.add_in_flight(-n_unfinished)
         try:
-            async with self._replacing:
-                if death := state.deaths.get(replica):
-                    await self._replace(death)
-                    state.needed_versions.append(ANY_VERSION)
-                    try:
-                        await state.until(lambda: state.sync_is_possible)
-                        await self._lock.send_weights()
-                    finally:
-                        state.needed_versions.remove(ANY_VERSION)
-                    del state.deaths[replica]
+            await asyncio.shield(self._tasks.start(self._replace_worker(replica, self._replace)))
         finally:
             state.n_parked -= n_unfinished
             state.add_in_flight(n_unfinished)
+
+    async def _replace_worker(self, replica: int, replace: Replace) -> None:
+        state = self._state
+        async with self._replacing:
+            if death := state.deaths.get(replica):
+                await replace(death)
+                state.needed_versions.append(ANY_VERSION)
+                try:
+                    await state.until(lambda: state.sync_is_possible)
+                    await self._lock.send_weights()
+                finally:
+                    state.needed_versions.remove(ANY_VERSION)
+                del state.deaths[replica]
+                state.notify()
 
 
 def _take_prompt(unfinished: dict[int, Prompt], response: Response, replica: int, step: int) -> Prompt:

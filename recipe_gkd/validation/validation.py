@@ -17,8 +17,8 @@ Metrics for each data source (the column ``data.data_source_key``; ``data`` for 
     val/<data_source>/seq_rep_4           mean share of repeated 4-grams of tokens in a response
     val/<data_source>/looping_fraction    fraction of truncated responses that mostly repeat themselves
 
-and the metrics of :mod:`recipe_gkd.validation.kl` with ``trainer.val_kl``. Without a reward function there are
-no rewards.
+and the metrics of :mod:`recipe_gkd.validation.kl` with ``trainer.val_kl``. Without a reward function there are no
+rewards. Conversations that ``rollout.on_environment_failure=skip`` leaves out have no reward, and are in no mean.
 """
 
 from __future__ import annotations
@@ -218,7 +218,11 @@ class Validation:
         pairs = self.pairs(responses)
         items = await in_thread(lambda: [self._items.build_item(prompt, response) for prompt, response in pairs])
         raw = await in_thread(lambda: [decode_for_people(response, self._tokenizer) for response in responses])
-        rewards = [None] * len(items) if scorer is None else await scorer.score(items)
+        rewards: list[Reward | None] = [None] * len(items)
+        if scorer is not None:
+            kept = [index for index, response in enumerate(responses) if not response.is_left_out]
+            for index, reward in zip(kept, await scorer.score([items[index] for index in kept]), strict=True):
+                rewards[index] = reward
         kls = [None] * len(items) if kl is None else kl.forward_per_response()
         tokens: list[dict[str, Any] | None] = [None] * len(items)
         if kl is not None:
@@ -229,18 +233,16 @@ class Validation:
         ]
 
     def _metrics(self, scored: list[ScoredResponse]) -> dict[str, float]:
-        lengths_PN = np.array([len(one.response.ids) for one in scored]).reshape(-1, self.n)
-        truncated_PN = np.array([one.is_truncated for one in scored]).reshape(-1, self.n)
         metrics: dict[str, float] = {}
         for source in np.unique(self._sources):
-            rows = self._sources == source
+            of_source = [one for one in scored if one.data_source == source]
             if self._reward is not None:
-                rewards = [one.reward for one in scored if one.data_source == source]
-                metrics |= self._reward_metrics(str(source), rewards)
-            metrics[f"val/{source}/{LENGTH}"] = float(lengths_PN[rows].mean())
-            metrics[f"val/{source}/{TRUNCATED}"] = float(truncated_PN[rows].mean())
-            of_source = [one.response for one in scored if one.data_source == source]
-            metrics |= repetition_metrics(of_source, f"val/{source}/")
+                metrics |= self._reward_metrics(str(source), [one.reward for one in of_source])
+            kept = [one for one in of_source if not one.response.is_left_out]
+            if kept:
+                metrics[f"val/{source}/{LENGTH}"] = float(np.mean([len(one.response.ids) for one in kept]))
+                metrics[f"val/{source}/{TRUNCATED}"] = float(np.mean([one.is_truncated for one in kept]))
+                metrics |= repetition_metrics([one.response for one in kept], f"val/{source}/")
         return metrics
 
     def _reward_metrics(self, source: str, rewards: Sequence[Reward | None]) -> dict[str, float]:

@@ -44,7 +44,8 @@ class MismatchGuard:
 
     Args:
         bound: Largest difference in nats. None: nothing is checked.
-        patience: Number of consecutive steps above the bound after which the run ends.
+        patience: Number of consecutive steps above the bound after which the run ends. Steps without a comparison do
+            not count: with a staleness bound of 2 or more a weight sync may skip versions.
         dtypes: Data types of actor and engines, for the message.
 
     Attributes:
@@ -65,26 +66,28 @@ class MismatchGuard:
 
         Args:
             step: Step whose batch the tokens belong to, from 0. Several calls for one step count once.
-            differences: Difference in nats by the name of the tokens' source, such as ``rollout worker 0``.
+            differences: Difference in nats by the name of the tokens' source, such as ``rollout worker 0``. Empty if
+                there was no comparison.
 
         Raises:
-            ModelMismatch: The bound was exceeded in ``patience`` consecutive steps.
+            ModelMismatch: The bound was exceeded in ``patience`` consecutive steps that were compared.
         """
         # A comparison with NaN is false, so NaN is wrong.
         wrong = {} if self.bound is None else {n: d for n, d in differences.items() if not d <= self.bound}
         if not wrong:
+            if differences and step != self._last_wrong_step:
+                self._n_steps = 0
             return
         if step != self._last_wrong_step:
-            self._n_steps = self._n_steps + 1 if step == self._last_wrong_step + 1 else 1
-            self._last_wrong_step = step
+            self._n_steps, self._last_wrong_step = self._n_steps + 1, step
         mismatch = self._mismatch(step, wrong)
         if self._n_steps >= self._patience:
             last = (
-                f"This is step {self._n_steps} in a row (mismatch_patience={self._patience}). Resume from a checkpoint "
-                "before these steps; mismatch_bound=null disables the check"
+                f"This is compared step {self._n_steps} in a row (mismatch_patience={self._patience}). Resume from a "
+                "checkpoint before these steps; mismatch_bound=null disables the check"
             )
             raise mismatch.replaced(details=(last,))
-        log.warning("%s. The run ends after %d such steps in a row", mismatch, self._patience)
+        log.warning("%s. The run ends after %d compared steps like this in a row", mismatch, self._patience)
 
     def _mismatch(self, step: int, wrong: Mapping[str, float]) -> ModelMismatch:
         listed = ", ".join(f"{name} {difference:.3g}" for name, difference in wrong.items())

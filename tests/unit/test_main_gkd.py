@@ -190,8 +190,13 @@ class TestRestarts:
         on_restart: Callable[[StopRequest], object] = lambda _: None,
         folder: Path | None = None,
         stop_in_training: bool = False,
+        start: Path | None = None,
     ) -> tuple[list[str], StopRequest]:
-        """Train with these outcomes of loads and trainings. Return the calls, and the request to stop."""
+        """Train with these outcomes of loads and trainings. Return the calls, and the request to stop.
+
+        Args:
+            start: Checkpoint that the run resumes from. None: a new run.
+        """
         calls, remaining, stop = list[str](), iter(outcomes), StopRequest()
 
         async def call(name: str) -> None:
@@ -219,7 +224,8 @@ class TestRestarts:
             return isinstance(error, WorkerDied)
 
         workers: Any = SimpleNamespace(restart_actors=restart_actors, actor_is_lost=actor_is_lost)
-        plan: Any = SimpleNamespace(points=[], loader=None)
+        points = [] if start is None else [SimpleNamespace(folder=start)]
+        plan: Any = SimpleNamespace(points=points, loader=None)
         context: Any = None
         config = base_config("trainer.save_freq=1", f"trainer.default_local_dir={folder}")
         asyncio.run(restarts.train_with_restarts(config, workers, plan, context, context, stop))
@@ -241,7 +247,8 @@ class TestRestarts:
     ) -> None:
         write_checkpoints(tmp_path, 4)
         outcomes = None, WorkerDied("actor worker 0 died")
-        calls, stop = self.train(monkeypatch, *outcomes, folder=tmp_path, stop_in_training=True)
+        start = tmp_path / "global_step_4"
+        calls, stop = self.train(monkeypatch, *outcomes, folder=tmp_path, stop_in_training=True, start=start)
         assert calls == ["load", "fit"] and stop.reason == "SIGTERM"
         assert "an actor rank was lost after SIGTERM: actor worker 0 died" in caplog.text
         assert f"the newest checkpoint is {tmp_path}/global_step_4" in caplog.text
@@ -250,10 +257,10 @@ class TestRestarts:
     def test_error_after_a_stop_without_checkpoint_or_lost_actor_is_raised(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: GkdError
     ) -> None:
-        if isinstance(error, CheckpointError):
-            write_checkpoints(tmp_path, 4)
+        write_checkpoints(tmp_path, 4)  # of another run, which this one does not resume from, or its own
+        start = tmp_path / "global_step_4" if isinstance(error, CheckpointError) else None
         with raises(type(error)) as caught:
-            self.train(monkeypatch, None, error, folder=tmp_path, stop_in_training=True)
+            self.train(monkeypatch, None, error, folder=tmp_path, stop_in_training=True, start=start)
         assert caught.value is error
 
     def test_other_errors_are_raised(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def make_trainer(config: Config, faults: Faults) -> StoppingTrainer:
 
 
 def fit(trainer: StoppingTrainer) -> None:
-    asyncio.run(asyncio.wait_for(trainer.fit(trainer.stop), 20))
+    asyncio.run(asyncio.wait_for(trainer.fit(trainer.stop), PATIENCE_S))
 
 
 LENGTH = ("trainer.total_training_steps=6", "trainer.scheduler=two_step_off", "trainer.save_freq=100")
@@ -265,7 +265,7 @@ class TestValidation:
             assert trainer.stop.request("SIGTERM")
             await training
 
-        asyncio.run(asyncio.wait_for(work(), 20))
+        asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
         assert trainer.progress.step == 2 and steps_of(tmp_path) == [2]
         assert "SIGTERM: the validation after step 2 is left out" in caplog.text
 
@@ -286,7 +286,7 @@ class TestValidation:
             assert trainer.stop.request("SIGTERM")
             await training
 
-        asyncio.run(asyncio.wait_for(work(), 20))
+        asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
         assert trainer.progress.step == 0 and steps_of(tmp_path) == []
 
     @pytest.mark.parametrize("error", [WorkerError("no response"), TeacherUnavailable("gone"), KeyError("bug")])

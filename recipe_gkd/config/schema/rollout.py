@@ -156,12 +156,14 @@ class RolloutEngineConfig:
         le=MAX_MISMATCH,
     )
     mismatch_patience: int = key(
-        "Number of consecutive steps above `mismatch_bound` after which the run ends.",
+        "Number of consecutive compared steps above `mismatch_bound` after which the run ends.",
         unused=[unused_with(lambda config: config.actor_rollout_ref.rollout.mismatch_bound, None, "auto")],
         ge=1,
         le=MAX_STEPS,
     )
-    timeout_s: float = timeout("the responses of one batch, in seconds.")
+    timeout_s: float = timeout(
+        "the responses of one batch, in seconds. With conversations: of the turns that are sent together."
+    )
     val_kwargs: ValidationSamplingConfig
 
 

@@ -106,7 +106,8 @@ class TrainerConfig:
         le=MAX_STEPS,
     )
     save_freq: int = key(
-        "Number of steps between checkpoints. A checkpoint is also saved at the last step. -1: no checkpoints.",
+        "Number of steps between checkpoints. A checkpoint is also saved at the last step. -1: no checkpoints, except "
+        "those of `best_metric`.",
         ge=-1,
         le=MAX_STEPS,
     )

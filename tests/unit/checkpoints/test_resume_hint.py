@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recipe_gkd.checkpoints.resume_hint import resume_hint
+from recipe_gkd.checkpoints.run_lock import locked
 from recipe_gkd.config.schema import TrainerConfig
 from recipe_gkd.diagnostics.exit_messages import report_saved_stop, report_stop
 from tests._support.base_config import base_config
@@ -29,6 +32,21 @@ class TestResumeHint:
         words = shlex.split(command.removeprefix("to resume from it: "))
         expected = ARGUMENTS if mode == "auto" else [*ARGUMENTS[:-1], "trainer.resume_mode=auto"]
         assert words == ["python", "-m", "recipe_gkd.main_gkd", *expected]
+
+    @pytest.mark.parametrize("mode", ["disable", "resume_path"])
+    def test_checkpoint_of_an_earlier_run_is_not_named(self, tmp_path: Path, mode: str) -> None:
+        write_checkpoints(tmp_path, 12, 100)
+        checkpoint = tmp_path / "global_step_12"
+        trainer = replace(trainer_of(tmp_path, "disable"), resume_mode=mode)
+        if mode == "resume_path":
+            trainer = replace(trainer, resume_from_path=str(checkpoint))
+        with locked(tmp_path):
+            os.utime(tmp_path / "global_step_100" / "trainer.json", (0, 0))
+            start = "the beginning" if mode == "disable" else str(checkpoint)
+            expected = f"this run has saved no checkpoint, so that the same command starts from {start} again"
+            assert resume_hint(trainer, ARGUMENTS) == expected
+            write_checkpoints(tmp_path, 13)
+            assert "the newest checkpoint is" in resume_hint(trainer, ARGUMENTS)
 
     def test_run_without_checkpoint_starts_again(self, tmp_path: Path) -> None:
         hint = resume_hint(trainer_of(tmp_path), ARGUMENTS)

@@ -25,6 +25,7 @@ from recipe_gkd.data.samples import Response, Sample, TeacherTopK
 from recipe_gkd.errors import ConversationError, WorkerDied
 from recipe_gkd.metrics.conversations import conversation_metrics
 from recipe_gkd.rewards.items import RewardItems
+from recipe_gkd.rollout.sampling import SamplingName
 from recipe_gkd.rollout.turns import Turn, TurnRequest
 from tests._support.conversations import (
     FILE,
@@ -289,6 +290,31 @@ class TestDeaths:
         assert n_deaths >= 2
         assert {text_of(each.ids) for each in found.values()} == {"1<|end|>2<|end|>0<|end|>"}
         assert {path.read_text() for path in tmp_path.iterdir()} == {"reset\nclose\n"}
+
+    def test_conversations_of_a_failed_validation_are_closed(self) -> None:
+        """They wait for a new worker after a death, and no second call comes."""
+        config = configured(*ECHO)
+        names: tuple[SamplingName, ...] = ("train", "validation")
+
+        async def main(pool: EnvironmentPool) -> None:
+            stage, data = ConversationStage(ConversationContext(config, TOKENIZER, pool)), prompt_data(config, "a")
+
+            async def send(batch: Sequence[TurnRequest]) -> AsyncGenerator[list[Turn]]:
+                raise WorkerDied("died")
+                yield []
+
+            for sampling in names:
+                with pytest.raises(WorkerDied):
+                    batch = Batch(data=data, replica=0, step=0, sampling=sampling)
+                    async for _ in stage.generate(batch, prompts_of(data), send):
+                        pass
+            waiting = [task for opened in stage._open.values() for task in opened.tasks.values()]
+            await stage.close("validation")
+            assert [key[0] for key in stage._open] == ["train"] and [task.done() for task in waiting] == [False, True]
+            await stage.close()
+
+        with EnvironmentPool(EnvironmentSettings.of(config), 1) as pool:
+            asyncio.run(asyncio.wait_for(main(pool), PATIENCE_S))
 
     def test_failure_beside_a_death_ends_the_run(self) -> None:
         config = configured(*FAULTY, "rollout.on_environment_failure=fail")

@@ -31,6 +31,7 @@ from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample, TeacherTopK
+from recipe_gkd.data.transcript import Transcript
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError, SavesFailed
 from recipe_gkd.rewards import RewardItem
 from recipe_gkd.rewards.items import decode_for_people
@@ -313,6 +314,25 @@ class TestMetrics:
         }
         written = [json.loads(line) for line in (tmp_path / "validation" / "step_4.jsonl").open()]
         assert [line["reward"] for line in written] == [None, None, 1.0, 3.0, 5.0, None, 8.0, None]
+
+    def test_conversation_that_is_left_out_is_in_no_mean(self, tmp_path: Path) -> None:
+        """Its environment has failed, which says nothing about the student."""
+        validation = Validation(make_config(tmp_path, *SAMPLED), TOKENIZER)
+        left_out = Transcript(messages=[], n_turns=0, end="failure", failure="the environment is down")
+        responses = [respond(prompt, "5") for prompt in validation.prompts]
+        responses[2] = replace(respond(validation.prompts[2], "", truncated=True), transcript=left_out)
+        assert responses[2].is_left_out
+        scored: list[str] = []
+
+        class Recording(Scorer):
+            async def score(self, items: Sequence[RewardItem]) -> list[Reward]:
+                scored.extend(item.response for item in items)
+                return await super().score(items)
+
+        metrics = asyncio.run(validation.report(responses, Recording(), 4))  # type: ignore[arg-type]
+        assert scored == ["5"] * 7
+        assert metrics["val/hard/reward_failures"] == 1 and "val/easy/reward_failures" not in metrics
+        assert metrics["val/hard/response_len"] == 1.0 and metrics["val/hard/truncated_fraction"] == 0.0
 
     def test_failed_calls_of_a_validation_count_in_its_step(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

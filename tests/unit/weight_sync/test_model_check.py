@@ -57,6 +57,17 @@ class TestGuard:
             watched.observe(step, {"the batch": 1.0})
             watched.observe(step + 1, {"the batch": 0.0})
 
+    @pytest.mark.parametrize("between", [None, {}])
+    def test_steps_without_comparison_do_not_restart_the_count(self, between: dict[str, float] | None) -> None:
+        """With a staleness bound of 2 or more a sync can skip versions, and a probe can find no engine that answers."""
+        watched = guard(3)
+        for step in (0, 1):
+            watched.observe(2 * step, {"rollout worker 0": 1.0})
+            if between is not None:
+                watched.observe(2 * step + 1, between)
+        with raises(ModelMismatch, n_steps=3):
+            watched.observe(5, {"rollout worker 0": 1.0})
+
     def test_two_measures_of_one_step_count_once(self) -> None:
         watched = guard(2)
         watched.observe(3, {"rollout worker 0": 1.0})
