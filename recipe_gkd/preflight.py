@@ -377,13 +377,15 @@ def _check_limits(name: str, label: str, info: TeacherInfo, student: Student, co
             keys=(f"{TEACHER}.student_top_k",),
         )
     uses_tail = not (uses_sampled_token_loss(gkd) or uses_custom_loss(gkd))
-    if support.max_ids(teacher.top_k or info.n_logprobs) == 1 and gkd.tail == "renormalize" and uses_tail:
+    if 1 in support.sizes(teacher.top_k or info.n_logprobs) and gkd.tail == "renormalize" and uses_tail:
+        key = "student_top_k" if support.n_student_ids == 1 and not support.with_top_k else "top_k"
         raise ConfigError(
             "gkd.tail=renormalize with a top 1: one renormalized id has probability 1 for both models, and the "
             "gradient is zero",
             worker=label,
-            remedy=f"set gkd.tail=bucket, or raise {TEACHER}.top_k (student_top_k) or the teacher's N_LOGPROBS",
-            keys=("gkd.tail", f"{TEACHER}.{'student_top_k' if support.n_student_ids else 'top_k'}"),
+            remedy=f"set gkd.tail=bucket, or raise {TEACHER}.{key}"
+            + (" or the teacher's N_LOGPROBS" if key == "top_k" else ""),
+            keys=("gkd.tail", f"{TEACHER}.{key}"),
         )
     n_response = max_scored_tokens(config)
     limit = "data.max_response_length" if n_response == config.data.max_response_length else "gkd.max_loss_position"

@@ -71,6 +71,7 @@ class Backend(Protocol):
         layout: Coordinates of this rank.
         device: Device of the parameters and of the collectives.
         dtype: Data type of the exported weights.
+        logits_dtype: Data type of the logits.
         vocab_size: Rows of the output layer.
         attention: Kernel of the attention layers, for which micro-batches are prepared.
         row_multiple: The rows of a micro-batch are padded to a multiple of this.
@@ -84,6 +85,7 @@ class Backend(Protocol):
     layout: Layout
     device: torch.device
     dtype: torch.dtype
+    logits_dtype: torch.dtype
     vocab_size: int
     attention: AttentionKernel
     row_multiple: int

@@ -243,7 +243,7 @@ class Updater:
         backend, limit = self._backend, self._limit.applied_to(self.config).max_token_len
         sizes = state_sizes(backend.state_tensors, backend.device)
         if self.config.use_dynamic_bsz and not self._gkd.fuse_lm_head:
-            n_bytes = limit * backend.vocab_size * backend.dtype.itemsize // backend.layout.tp_size
+            n_bytes = limit * backend.vocab_size * backend.logits_dtype.itemsize // backend.layout.tp_size
             sizes[f"logits of a full micro-batch ({limit} tokens x {backend.vocab_size} ids)"] = n_bytes
         label = f"actor rank {backend.layout.rank}"
         failure = out_of_memory_error(error, WorkerError, pool="actor", phase="update", worker=label, sizes=sizes)

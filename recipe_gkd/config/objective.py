@@ -7,6 +7,7 @@ from typing import Any
 
 from recipe_gkd.config.conditions import (
     distills_references,
+    has_conversations,
     has_reward,
     reference_setting,
     trains_on_references,
@@ -29,9 +30,12 @@ def objective_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def max_scored_tokens(config: Config) -> int:
-    """Return the number of tokens of the longest response that is sent to a teacher."""
+    """Return the number of tokens of the longest response that is sent to a teacher.
+
+    In a conversation ``gkd.max_loss_position`` limits the sampled tokens only, and any number of others precedes them.
+    """
     longest, limit = config.data.max_response_length, config.gkd.max_loss_position
-    return longest if limit is None else min(longest, limit)
+    return longest if limit is None or has_conversations(config) else min(longest, limit)
 
 
 def loss_name(gkd: GkdConfig | Mapping[str, Any]) -> str | None:

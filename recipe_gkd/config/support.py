@@ -37,11 +37,15 @@ class Support:
             scores_references=distills_references(gkd),
         )
 
-    def max_ids(self, top_k: int) -> int:
-        """Return the largest number of ids of a position.
+    def sizes(self, top_k: int) -> set[int]:
+        """Return the numbers of ids of a position: of sampled responses, and of the references that teachers score.
 
         Args:
             top_k: Size of the teacher's top k.
         """
-        n_ids = self.n_student_ids + (top_k if self.with_top_k else 0)
-        return max(n_ids, top_k) if self.scores_references else n_ids
+        sampled = self.n_student_ids + (top_k if self.with_top_k else 0)
+        return {sampled, top_k} if self.scores_references else {sampled}
+
+    def max_ids(self, top_k: int) -> int:
+        """Return the largest number of ids of a position; see :meth:`sizes`."""
+        return max(self.sizes(top_k))

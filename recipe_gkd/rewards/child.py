@@ -10,7 +10,8 @@ import faulthandler
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -97,12 +98,12 @@ def serve(connection: Connection, stacks: int) -> None:
             connection.send((loaded, number))
             return
         functions.append(loaded)
-    is_async = any(function.is_async for function in functions)
+    n_blocking = sum(not function.is_async for function in functions)
     truth_use = "optional" if any("ground_truth" in function.bound.values() for function in functions) else "unused"
     if any(binding.requires(function.call, "ground_truth") for function in functions):
         truth_use = "required"
-    connection.send({"is_async": is_async, "truth_use": truth_use})
-    if is_async:
+    connection.send({"n_blocking": n_blocking, "truth_use": truth_use})
+    if n_blocking < len(functions):
         with asyncio.Runner() as runner:  # one loop for all calls, so that the user's file can keep a client open
             while True:
                 runner.run(score_concurrently(connection, functions, connection.recv(), settings, stacks))
@@ -124,18 +125,25 @@ async def score_concurrently(
     settings: dict[str, Any],
     stacks: int,
 ) -> None:
-    """Score a list of items, ``max_concurrency`` at a time."""
-    slots = asyncio.Semaphore(settings["max_concurrency"])
+    """Score a list of items, ``max_concurrency`` at a time. Functions that are not asynchronous block the loop."""
+    slots, blocking, deadlines = asyncio.Semaphore(settings["max_concurrency"]), asyncio.Lock(), Deadlines()
+
+    async def call(one: Function, arguments: dict[str, Any], n_turns: int) -> Result | RewardFailure:
+        if one.is_async:
+            return await score_async(one, arguments, n_turns, settings["timeout_s"], deadlines)
+        async with blocking:
+            with deadlines.paused():
+                result = score(one, arguments, n_turns)
+            await asyncio.sleep(0)  # before the next one, the loop serves the watch and the calls that have ended
+        return result
 
     async def score_item(index: int, item: dict[str, Any], n_turns: int) -> tuple[int, list[Any]]:
         async with slots:
             values = binding.values_of(**item)
-            calls = (score_async(one, one.arguments(values), n_turns, settings["timeout_s"]) for one in functions)
-            return index, await asyncio.gather(*calls)
+            return index, await asyncio.gather(*(call(one, one.arguments(values), n_turns) for one in functions))
 
     scoring = [asyncio.ensure_future(score_item(index, *item)) for index, item in enumerate(items)]
-    n_blocking = sum(not function.is_async for function in functions)  # called one after the other in the loop
-    watch = asyncio.ensure_future(user_child.watch_loop(settings["timeout_s"] * max(1, n_blocking), stacks))
+    watch = asyncio.ensure_future(user_child.watch_loop(settings["timeout_s"], stacks))
     try:
         for task in asyncio.as_completed(scoring):
             index, found = await task
@@ -184,14 +192,40 @@ def score(function: Function, arguments: dict[str, Any], n_turns: int) -> Result
         return RewardFailure("exception", "it raised", function.number, user_child.user_trace(error))
 
 
-async def score_async(
-    function: Function, arguments: dict[str, Any], n_turns: int, timeout_s: float
-) -> Result | RewardFailure:
-    """Return the result of a call, which is awaited if the function is asynchronous, or a failure."""
-    if not function.is_async:
-        return score(function, arguments, n_turns)
-    try:
+class Deadlines:
+    """Deadlines of the asynchronous calls in flight. They do not include the time of calls that block the loop."""
+
+    def __init__(self) -> None:
+        self._open: set[asyncio.Timeout] = set()
+
+    @asynccontextmanager
+    async def within(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
+        """Cancel the body after ``timeout_s``, like ``asyncio.timeout``."""
         async with asyncio.timeout(timeout_s) as deadline:
+            self._open.add(deadline)
+            try:
+                yield deadline
+            finally:
+                self._open.discard(deadline)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Add the duration of the body to all deadlines."""
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        yield
+        for deadline in self._open:
+            when = deadline.when()
+            if when is not None and not deadline.expired():
+                deadline.reschedule(when + clock() - started)
+
+
+async def score_async(
+    function: Function, arguments: dict[str, Any], n_turns: int, timeout_s: float, deadlines: Deadlines
+) -> Result | RewardFailure:
+    """Return the result of a call of an asynchronous function, or a failure."""
+    try:
+        async with deadlines.within(timeout_s) as deadline:
             return parsed(function, await function.call(**arguments), n_turns)
     except BaseException as error:  # as in score()
         task = asyncio.current_task()

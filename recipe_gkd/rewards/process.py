@@ -90,7 +90,8 @@ class RewardProcess:
             ended = self._end(LOAD_TIMEOUT_S, error)
             loaded = "\n".join(filter(None, (f"its import {ended.reason}", ended.stack))), 0
         if isinstance(loaded, dict):
-            self.is_async, self.truth_use = loaded["is_async"], loaded["truth_use"]
+            self.is_async, self.truth_use = loaded["n_blocking"] < len(self._functions), loaded["truth_use"]
+            self._n_blocking = int(loaded["n_blocking"])
             return
         reason, number = loaded
         function = self._functions[number]
@@ -111,6 +112,8 @@ class RewardProcess:
         """
         found: dict[int, Reward | RewardError] = {}
         timeout_s = self._config.timeout_s * len(self._functions)  # each has its own deadline in the process
+        if self.is_async:  # the blocking calls of all items in flight may precede the first reply
+            timeout_s += self._config.timeout_s * self._n_blocking * (self._config.max_concurrency - 1)
         try:
             self._connection.send([(item.arguments, item.n_turns) for item in items])
             while len(found) < len(items):
@@ -126,7 +129,7 @@ class RewardProcess:
                     found[index] = Reward(score, *other)
         except (EOFError, OSError) as error:
             self.has_ended = True
-            ended = self._end(timeout_s, error)
+            ended = self._end(self._config.timeout_s, error)
             first_missing = next(index for index in range(len(items)) if index not in found)
             names = " or ".join(function.description for function in self._functions)
             failure = _error(items[first_missing], f"it {ended.reason}", ended.stack, function=names)

@@ -67,6 +67,7 @@ class Teacher:
 
 
 TOP_K, SUPPORT = "actor_rollout_ref.teacher.top_k", "actor_rollout_ref.teacher.support"
+STUDENT_TOP_K = "actor_rollout_ref.teacher.student_top_k"
 
 
 class TestCheckTeachers:
@@ -119,6 +120,7 @@ class TestCheckTeachers:
             ({"n_logprobs": 4}, ["top_k=5"], "b", (TOP_K,)),
             ({"n_logprobs": 1}, [], "b", ("gkd.tail", TOP_K)),
             ({}, ["top_k=1"], "a", ("gkd.tail", TOP_K)),
+            ({}, ["support=student", "student_top_k=1"], "a", ("gkd.tail", STUDENT_TOP_K)),
             ({"max_model_len": 100}, [], "b", ("data.max_prompt_length", "data.max_response_length")),
         ],
     )
@@ -128,6 +130,34 @@ class TestCheckTeachers:
         config = make_config("gkd.tail=renormalize", *(f"actor_rollout_ref.teacher.{key}" for key in overrides))
         with raises(ConfigError, worker=f"teacher {name} (m)", keys=keys):
             check_teachers({"a": Teacher(), "b": Teacher(**differences)}, STUDENT, config)
+
+    @pytest.mark.parametrize(
+        ("support", "student_top_k", "top_k", "key"), [("student", 1, 4, STUDENT_TOP_K), ("union", 2, 1, TOP_K)]
+    )
+    def test_one_renormalized_id_is_refused_for_sampled_and_reference_responses(
+        self, support: str, student_top_k: int, top_k: int, key: str
+    ) -> None:
+        """Reference responses have the teacher's top k only, and sampled ones may have the student's only."""
+        overrides = (f"{SUPPORT}={support}", f"{STUDENT_TOP_K}={student_top_k}", f"{TOP_K}={top_k}")
+        references = ("gkd.sft_share=0.5", "gkd.sft_target=teacher")
+        with raises(ConfigError, keys=("gkd.tail", key)):
+            check_teachers({"a": Teacher()}, STUDENT, make_config("gkd.tail=renormalize", *overrides, *references))
+
+    @pytest.mark.parametrize("has_conversations", [False, True])
+    def test_loss_position_shortens_what_a_teacher_scores_except_in_conversations(
+        self, has_conversations: bool
+    ) -> None:
+        """A position counts sampled tokens. The messages in between are sent to the teacher, too."""
+        conversation = ("rollout.tools=[x.py:f]", "rollout.tool_parser=hermes") if has_conversations else ()
+        config = make_config("gkd.max_loss_position=8", *conversation)
+        lengths = config.data.max_prompt_length, config.data.max_response_length
+        check_teachers({"a": Teacher(max_model_len=sum(lengths))}, STUDENT, config)
+        short = {"a": Teacher(max_model_len=lengths[0] + 8)}
+        if not has_conversations:
+            check_teachers(short, STUDENT, config)
+            return
+        with raises(ConfigError, keys=("data.max_prompt_length", "data.max_response_length")):
+            check_teachers(short, STUDENT, config)
 
 
 def make_student(folder: Path, *, eos: object) -> Student:

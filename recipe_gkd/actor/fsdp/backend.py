@@ -102,6 +102,7 @@ class FsdpBackend:
         )
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what the comparison of row styles used
+        self.logits_dtype = torch.float32 if self.model.float32_head else self.dtype
         self.states = OffloadedStates(self.state_tensors, self._actor.offloaded_states, self.device)
 
     def report(self) -> BackendReport:

@@ -104,7 +104,7 @@ def read_causal_lm_dims(path: str | Path, *, trust_remote_code: bool = False) ->
         kv_heads=kv_heads,
         head_dim=head_dim if kv_heads else 0,
         vocab_size=vocab_size,
-        max_positions=min(filter(None, (_number(text, name) for name in POSITION_KEYS)), default=MAX_INT32),
+        max_positions=max_positions(text),
         cached_layers=_n_cached_layers(text),
         window=_window(text),
         moe=read_experts(text),
@@ -166,6 +166,11 @@ def config_value(text: PretrainedConfig, name: str) -> Any:
         return getattr(text, name, None)
     except RuntimeError:  # transformers raises it for a value that differs between layers
         return [getattr(text.per_layer_config[layer], name) for layer in range(text.num_hidden_layers)]
+
+
+def max_positions(text: PretrainedConfig) -> int:
+    """Return the maximum sequence length of a model; ``MAX_INT32`` if its configuration has no limit."""
+    return min(filter(None, (_number(text, name) for name in POSITION_KEYS)), default=MAX_INT32)
 
 
 def _number(text: PretrainedConfig, *names: str) -> int:

@@ -63,6 +63,7 @@ class MegatronBackend:
             # still cached. A rollout engine that starts later may share the GPU.
             torch.cuda.empty_cache()
         self.layout, self.device, self.dtype = self.model.layout, self.model.device, self.model.dtype
+        self.logits_dtype = torch.float32 if self.model.float32_head else self.dtype
         self.vocab_size, self.attention = self.model.dims.vocab_size, self.model.attention
         self.tp_group, self.cp_group = tensor_group(self.layout), context_group(self.layout)
         self.row_multiple = self.layout.tp_size if megatron.sequence_parallel else 1

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from recipe_gkd.actor.batch.device_batch import DeviceBatch
 from recipe_gkd.actor.batch.position_buckets import POSITION_BUCKETS
-from recipe_gkd.config.conditions import has_position_weights, trains_on_references
+from recipe_gkd.config.conditions import (
+    distills_references,
+    has_position_weights,
+    trains_on_references,
+    uses_custom_loss,
+    uses_sampled_token_loss,
+)
 from recipe_gkd.config.schema import GkdConfig
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.losses.custom import load_custom_loss
@@ -96,22 +102,31 @@ class TokenMean:
     Attributes:
         over: Tokens of the mean.
         value: Function that returns the value at each token, [T].
+        needs: Tokens without which there is no metric. A term of the objective is a mean over all tokens, but only some
+            of them have it.
     """
 
     name: str
     over: Tokens
     value: Callable[[TokenValues], Tensor]
+    needs: Tokens | None = None
+
+    @property
+    def counted(self) -> tuple[Tokens, ...]:
+        """Tokens whose number the metric needs."""
+        return (self.over,) if self.needs is None else (self.over, self.needs)
 
 
 ALL = Tokens("n_tokens", lambda batch: torch.ones_like(batch.has_teacher_T))
 SCORED = Tokens("n_scored", lambda batch: batch.has_teacher_T)
 SAMPLED = Tokens("n_sampled", lambda batch: ~batch.is_reference_T)
+REFERENCE = Tokens("n_reference", lambda batch: batch.is_reference_T)
 CURRENT = Tokens("n_current", lambda batch: batch.is_current_T)
 
 _MEANS = (
     TokenMean("actor/loss", ALL, lambda values: values.losses["total"]),
     TokenMean("actor/kl_loss", SCORED, lambda values: values.losses["kl"]),
-    TokenMean("actor/distill_loss", ALL, lambda values: values.losses["distill"]),
+    TokenMean("actor/distill_loss", ALL, lambda values: values.losses["distill"], SCORED),
     TokenMean("actor/entropy", SAMPLED, lambda values: values.stats.entropy_T),
     TokenMean("actor/rollout_probs_diff_mean", SAMPLED, lambda values: values.mismatch.probs_diff_T),
     TokenMean("actor/rollout_kl", SAMPLED, lambda values: values.mismatch.kl_T),
@@ -125,10 +140,10 @@ _MEANS = (
     TokenMean("actor/student_topk_entropy", SCORED, lambda values: entropy(values.buckets.q_TC)),
 )
 _POLICY_MEANS = (
-    TokenMean("actor/pg_loss", ALL, lambda values: values.losses["pg"]),
+    TokenMean("actor/pg_loss", ALL, lambda values: values.losses["pg"], SAMPLED),
     TokenMean("actor/pg_clipfrac", SAMPLED, lambda values: values.losses["clipped"]),
 )
-_REFERENCE_MEANS = (TokenMean("actor/sft_loss", ALL, lambda values: values.losses["sft"]),)
+_REFERENCE_MEANS = (TokenMean("actor/sft_loss", ALL, lambda values: values.losses["sft"], REFERENCE),)
 
 
 def _clipped(token_clip: float) -> TokenMean:
@@ -146,13 +161,14 @@ def token_means(gkd: GkdConfig, teachers: Sequence[str]) -> list[TokenMean]:
         ConfigError: A metric of the custom loss has the name of another metric.
     """
     found = [*_MEANS, _above_cap(gkd.importance_cap)]
-    found += [_clipped(gkd.token_clip)] if gkd.token_clip is not None else []
+    if gkd.token_clip is not None and not (uses_custom_loss(gkd) or uses_sampled_token_loss(gkd)):
+        found.append(_clipped(gkd.token_clip))
     if has_position_weights(gkd):
         if gkd.position_weights is not None:
             load_position_weights(gkd.position_weights)  # a file that this node lacks fails here
         found.append(TokenMean("actor/position_weight", SCORED, lambda values: values.losses[POSITION_WEIGHT]))
     found += [*_POLICY_MEANS] if gkd.use_rl_loss else []
-    found += [*_REFERENCE_MEANS] if trains_on_references(gkd) else []
+    found += [*_REFERENCE_MEANS] if trains_on_references(gkd) and not distills_references(gkd) else []
     found += [_kl_of_teacher(number, name) for number, name in enumerate(teachers)]
     found += [_kl_at(number) for number in range(len(POSITION_BUCKETS))]
     return [*found, *_custom_means(gkd, reserved={*(mean.name for mean in found), *OTHER_METRICS})]
@@ -196,7 +212,7 @@ def _custom_value(name: str, values: TokenValues) -> Tensor:
 @torch.no_grad()
 def sum_tokens(means: Sequence[TokenMean], values: TokenValues) -> dict[str, Tensor]:
     """Return numerators and denominators of the metrics of one micro-batch, float64, by name."""
-    masks = {mean.over.name: mean.over.mask(values.batch) for mean in means}
+    masks = {tokens.name: tokens.mask(values.batch) for mean in means for tokens in mean.counted}
     found = {mean.name: mean.value(values) * masks[mean.over.name] for mean in means} | masks
     # One stack and one sum are faster than a sum of each.
     return dict(zip(found, torch.stack(list(found.values())).sum(1, dtype=torch.float64), strict=True))
@@ -204,8 +220,9 @@ def sum_tokens(means: Sequence[TokenMean], values: TokenValues) -> dict[str, Ten
 
 def sum_names(gkd: GkdConfig, teachers: Sequence[str]) -> list[str]:
     """Return the names of all sums of a micro-batch, in the same order on every rank."""
-    names = {name for mean in token_means(gkd, teachers) for name in (mean.name, mean.over.name)}
-    return sorted({*names, *OVERLAP})
+    means = token_means(gkd, teachers)
+    counted = {tokens.name for mean in means for tokens in mean.counted}
+    return sorted({*counted, *(mean.name for mean in means), *OVERLAP})
 
 
 def compute_loss_metrics(
@@ -220,6 +237,7 @@ def compute_loss_metrics(
         maxima: Maxima over the global batch or the ranks, by name.
     """
     found = {name: value for name, value in maxima.items() if name not in MAXIMA or sums["n_sampled"]}
-    quotients = {mean.name: mean.over.name for mean in token_means(gkd, teachers)} | dict([OVERLAP, ROUTING])
+    means = [mean for mean in token_means(gkd, teachers) if mean.needs is None or sums[mean.needs.name]]
+    quotients = {mean.name: mean.over.name for mean in means} | dict([OVERLAP, ROUTING])
     found |= {name: sums[name] / sums[number] for name, number in quotients.items() if sums.get(number)}
     return found | {"actor/n_tokens": sums["n_tokens"], "actor/distill_coef": gkd.distill_loss_coef}

@@ -35,13 +35,14 @@ def plain_objective(gkd: GkdConfig, samples: Sequence[tuple[Sample, Tensor]]) ->
     terms = {"distill": mean(gkd, distill), "pg": mean(gkd, policy), "sft": mean(gkd, cross_entropy)}
     loss = gkd.distill_loss_coef * terms["distill"]
     found = {"actor/distill_loss": terms["distill"], "actor/kl_loss": torch.cat(distill).mean()}
-    if gkd.token_clip is not None:
+    if gkd.token_clip is not None and gkd.distill_loss_type not in sampled_token_loss_names():
         found["actor/kl_clipfrac"] = (torch.cat(distill) >= gkd.token_clip).double().mean()
     if gkd.use_rl_loss:
         loss = loss + gkd.rl_loss_coef * terms["pg"]
         found["actor/pg_loss"] = terms["pg"]
     if gkd.sft_share:
         loss = loss + gkd.sft_loss_coef * terms["sft"]
+    if cross_entropy:
         found["actor/sft_loss"] = terms["sft"]
     sampled = [logits_TV for sample, logits_TV in samples if not sample.is_reference]
     entropies = torch.cat([-(logits_TV.softmax(1) * logits_TV.log_softmax(1)).sum(1) for logits_TV in sampled])

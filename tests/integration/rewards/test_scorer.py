@@ -190,6 +190,19 @@ class TestSeveralFunctions:
         assert [reward.score for reward in found] == [1.5, 2.5, 3.5]
         assert found[1].numbers == {"exact": 1.0, "exact/even": 0.0, "grader": 3.0}
 
+    def test_blocking_calls_delay_no_deadline_of_others(self, tmp_path: Path) -> None:
+        """All calls together take longer than the time limit of one; an asynchronous call waits several times."""
+        first, second = tmp_path / "first.py", tmp_path / "second.py"
+        first.write_text("import time\ndef compute_score(response): time.sleep(0.25); return 1")
+        waits = "for _ in range(8): await asyncio.sleep(0.01)"
+        second.write_text(f"import asyncio\nasync def grader(response):\n    {waits}\n    return 2")
+        functions = {
+            "exact": RewardFunctionEntry(path=str(first)),
+            "grader": RewardFunctionEntry(path=str(second), name="grader"),
+        }
+        found = rewards_of(None, [item(uid) for uid in range(16)], functions=functions, timeout_s=1.5)
+        assert [reward.score for reward in found] == [3.0] * 16
+
     def test_turns_have_scores(self, tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
         path = reward_file(tmp_path, "return {'turn_scores': [0.5] * int(response)}")

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, MptConfig, Qwen2ForCausalLM
 
 from recipe_gkd.commands.gpu_smoke.reference import response_logits
 from recipe_gkd.config import Config, compose, config_dir
+from recipe_gkd.config.limits import MAX_INT32
 from recipe_gkd.config.teachers import urls
 from recipe_gkd.errors import ConfigError, VocabularyMismatch
 from recipe_gkd.model_files import Student
@@ -169,6 +170,24 @@ class TestHfTeacher:
         assert info.tokenizer_fingerprint == tokenizer_fingerprint(AutoTokenizer.from_pretrained(tiny_qwen2))
         assert (info.n_tokens, info.n_logprobs, info.max_model_len) == (VOCAB_SIZE, 8, MAX_MODEL_LEN)
         assert info.eos_token_ids == (1,) and info.model_name == tiny_qwen2.name
+
+    @pytest.mark.parametrize(
+        ("config", "max_model_len"),
+        [(MptConfig(d_model=8, n_heads=2, n_layers=1, max_seq_len=48), 48), (BloomConfig(hidden_size=8), MAX_INT32)],
+    )
+    def test_any_causal_model_has_a_limit(
+        self, config: Any, max_model_len: int, tiny_qwen2: Path, tmp_path: Path
+    ) -> None:
+        """Families name their maximum length in several ways, and some have none."""
+        folder = tmp_path / "model"
+        shutil.copytree(tiny_qwen2, folder)
+        for path in [*folder.glob("*.safetensors*"), folder / "config.json"]:
+            path.unlink(missing_ok=True)
+        config.vocab_size, config.n_layer = VOCAB_SIZE, 1
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        teacher = HfTeacher(str(folder), top_k=8, device="cpu")
+        assert teacher.hello().max_model_len == max_model_len
+        teacher.close()
 
     @pytest.mark.parametrize("fits", [True, False])
     def test_preflight_compares_tokenizer_fingerprint(
