@@ -95,7 +95,7 @@ class ActorLock:
         """Send the actor's weights to all replicas. The caller has checked that a sync is possible.
 
         A caller that is canceled does not interrupt it, because half a sync leaves the replicas without weights. An
-        error ends the run, whoever has called.
+        error ends the run.
         """
         self._state.actor_busy = self._state.syncing = True  # before another task runs
         await asyncio.shield(self._tasks.start(self._send_weights()))

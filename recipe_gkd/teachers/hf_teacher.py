@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipe_gkd.actor.fsdp.model_dims import max_positions
 from recipe_gkd.config.keys import TEACHER, key_name
 from recipe_gkd.teachers.chunked_model import ChunkedModel
 from teacher import PROTOCOL_VERSION, check_sequences, check_temperature
 from teacher.common.checkpoint import read_checkpoint
 from teacher.common.fingerprint import last_tokens, tokenizer_fingerprint
+from teacher.common.position_limit import position_limit
 from teacher.common.tokenizer import count_tokens, load_tokenizer
 from teacher.errors import TeacherClosed, TeacherError, TeacherRequestError, TeacherSetupError, TeacherTimeout
 from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
@@ -111,7 +111,7 @@ class HfTeacher:
             vocab_size=checkpoint.vocab_size,
             n_tokens=n_tokens,
             tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-            max_model_len=max_positions(text_config),
+            max_model_len=position_limit(text_config),
             n_logprobs=k,
             engine=f"transformers {transformers.__version__} {dtype} on {self._device.type}",
             eos_token_ids=checkpoint.eos_token_ids,

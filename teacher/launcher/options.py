@@ -51,8 +51,8 @@ WORKER_OPTIONS = (
     Option("SLEEP_MODE", "0", "1: allow `python -m teacher sleep` and `wake`; weights then go to host memory"),
     Option("PROXY_BACKEND_PORT", 15556, "the proxy's port for workers"),
     Option("AUTH_DIR", "", "keys, created by `python -m teacher keys --auth-dir AUTH_DIR`  [none]"),
-    Option("STALL_TIMEOUT_S", "60", "maximum duration of an engine step; a longer one ends its worker, others get its "
-           "requests"),
+    Option("STALL_TIMEOUT_S", "", "maximum duration of an engine step; a longer one ends its worker, others get its "
+           "requests  [300; 60 on GPUs]"),
     Option("LOG_FORMAT", "text", "text or json"),
     Option("LOG_LEVEL", "", "DEBUG, INFO, WARNING, ERROR  [proxy and gateway INFO, workers WARNING]"),
     Option("START_TIMEOUT_S", 0, "maximum duration of the start, in seconds  [600; 1800 on GPUs, where kernels are "

@@ -47,6 +47,8 @@ def check_settings(args: Namespace) -> list[str]:
         raise _invalid(f"PYTHON={args.python} is not found", "set it to the interpreter that has vLLM installed")
     # On GPUs vLLM compiles kernels at the first start.
     args.start_timeout_s = args.start_timeout_s or (1800 if gpus else 600)
+    # On a busy CPU, a step of healthy engines took more than 60 s.
+    args.stall_timeout_s = args.stall_timeout_s or ("60" if gpus else "300")
     if gpus and args.backend == "vllm":
         _check_machine(args.python)
     if args.auth_dir and not os.path.isdir(args.auth_dir):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from recipe_gkd.actor.fsdp.mixtures import MIXTURES, read_experts, read_latent_attention
 from recipe_gkd.actor.student_dims import StudentDims, check_not_quantized, load_hf_config, read_config_json
-from recipe_gkd.config.limits import MAX_INT32
 from recipe_gkd.errors import ModelError
+from teacher.common.position_limit import position_limit
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,12 +26,6 @@ GATED_FAMILIES = frozenset({
 
 FULL_ATTENTION = "full_attention"
 """Kind of a layer that attends to all tokens, in ``layer_types``."""
-
-POSITION_KEYS = (
-    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
-    "max_sequence_length", "max_seq_length", "seq_len",
-)  # fmt: skip
-"""Names of the maximum sequence length. vLLM takes the smallest too (``derive_max_model_len_and_key``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +98,7 @@ def read_causal_lm_dims(path: str | Path, *, trust_remote_code: bool = False) ->
         kv_heads=kv_heads,
         head_dim=head_dim if kv_heads else 0,
         vocab_size=vocab_size,
-        max_positions=max_positions(text),
+        max_positions=position_limit(text),
         cached_layers=_n_cached_layers(text),
         window=_window(text),
         moe=read_experts(text),
@@ -166,11 +160,6 @@ def config_value(text: PretrainedConfig, name: str) -> Any:
         return getattr(text, name, None)
     except RuntimeError:  # transformers raises it for a value that differs between layers
         return [getattr(text.per_layer_config[layer], name) for layer in range(text.num_hidden_layers)]
-
-
-def max_positions(text: PretrainedConfig) -> int:
-    """Return the maximum sequence length of a model; ``MAX_INT32`` if its configuration has no limit."""
-    return min(filter(None, (_number(text, name) for name in POSITION_KEYS)), default=MAX_INT32)
 
 
 def _number(text: PretrainedConfig, *names: str) -> int:

@@ -292,7 +292,7 @@ class TestDeaths:
         assert {path.read_text() for path in tmp_path.iterdir()} == {"reset\nclose\n"}
 
     def test_conversations_of_a_failed_validation_are_closed(self) -> None:
-        """They wait for a new worker after a death, and no second call comes."""
+        """Conversations that wait for a new worker after a death, for which no second call comes."""
         config = configured(*ECHO)
         names: tuple[SamplingName, ...] = ("train", "validation")
 

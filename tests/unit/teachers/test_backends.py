@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, MptCo
 
 from recipe_gkd.commands.gpu_smoke.reference import response_logits
 from recipe_gkd.config import Config, compose, config_dir
-from recipe_gkd.config.limits import MAX_INT32
 from recipe_gkd.config.teachers import urls
 from recipe_gkd.errors import ConfigError, VocabularyMismatch
 from recipe_gkd.model_files import Student
@@ -30,6 +29,7 @@ from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.scoring.checks import check_scores
 from teacher.client.http import Endpoint, HttpTeacherClient
 from teacher.common.fingerprint import tokenizer_fingerprint
+from teacher.common.position_limit import NO_LIMIT
 from teacher.errors import (
     TeacherClosed,
     TeacherError,
@@ -173,7 +173,7 @@ class TestHfTeacher:
 
     @pytest.mark.parametrize(
         ("config", "max_model_len"),
-        [(MptConfig(d_model=8, n_heads=2, n_layers=1, max_seq_len=48), 48), (BloomConfig(hidden_size=8), MAX_INT32)],
+        [(MptConfig(d_model=8, n_heads=2, n_layers=1, max_seq_len=48), 48), (BloomConfig(hidden_size=8), NO_LIMIT)],
     )
     def test_any_causal_model_has_a_limit(
         self, config: Any, max_model_len: int, tiny_qwen2: Path, tmp_path: Path
