@@ -167,8 +167,7 @@ class Pipeline:
             Responses in the order of ``prompts``.
 
         Raises:
-            GkdError: Generation failed on a replica. The pipeline can be used again, except after a failed weight sync
-                or replacement of a worker, which ends its block.
+            GkdError: Generation failed on a replica. A failed weight sync or replacement ends the run instead.
         """
         responses: dict[int, Response] = {}
         shares = assign_prompts(prompts, self._state.config.n_replicas, responses_per_prompt)
