@@ -398,7 +398,6 @@ FAMILIES = (
         config=_SIZES
         | _SLIDING_AND_FULL
         | dict(head_dim=32, num_experts_per_tok=2, num_local_experts=4, rope_parameters=_YARN | {"truncate": False}),
-        is_default=True,
         megatron="",
     ),
     Family(

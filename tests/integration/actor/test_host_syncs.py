@@ -23,7 +23,11 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+SLOW = {"Megatron, sampled divergence", "Megatron, pipeline 2", "FSDP"}
+"""Settings whose paths the others take."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SETTINGS])
 def test_micro_batches_do_not_wait_for_the_device(name: str, pool: WorkerPool, folders: dict[str, Path]) -> None:
     ranks = 2 if PP2 in SETTINGS[name] else 1
     config = make_config(folders["qwen2"], *SETTINGS[name], f"{ACTOR}.max_token_len=32", ranks=ranks)

@@ -111,7 +111,7 @@ class TestTraining:
     @pytest.mark.parametrize(
         "overrides",
         [
-            [TP2, SP],
+            pytest.param([TP2, SP], marks=pytest.mark.slow),
             [TP2, SP, FLOAT32_HEAD],
             pytest.param([TP2, FLOAT32_HEAD, "gkd.fuse_lm_head=true"], marks=pytest.mark.slow),
             pytest.param([CP2], marks=pytest.mark.slow),
@@ -131,7 +131,12 @@ class TestTraining:
 
     @pytest.mark.parametrize(
         ("ranks", "overrides"),
-        [(2, []), (4, [TP2, SP, *OVERLAP]), pytest.param(4, [CP2, TP2, SP], marks=pytest.mark.slow), (2, [CP2])],
+        [
+            pytest.param(2, [], marks=pytest.mark.slow),
+            (4, [TP2, SP, *OVERLAP]),
+            pytest.param(4, [CP2, TP2, SP], marks=pytest.mark.slow),
+            (2, [CP2]),
+        ],
     )
     def test_update_with_idle_ranks_or_empty_batch_succeeds(
         self, ranks: int, overrides: list[str], pool: WorkerPool, folders: dict[str, Path]

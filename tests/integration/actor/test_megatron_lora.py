@@ -166,7 +166,7 @@ def test_saved_folder_has_merged_weights_and_a_peft_folder(
     ("kind", "saved", "ranks", "resumed", "ranks_then", "exactly"),
     [
         pytest.param("qwen2", [TP2, SP], 2, [TP2, SP], 2, True, id="tensor 2"),
-        pytest.param("phi3", [TP2, SP], 2, [], 1, False, id="joined layers, tensor 2 to 1"),
+        pytest.param("phi3", [TP2, SP], 2, [], 1, False, id="joined layers, tensor 2 to 1", marks=SLOW),
         pytest.param("qwen2", [], 1, [TP2], 2, False, id="1 to tensor 2", marks=SLOW),
         pytest.param("glm4", [], 1, [TP2], 2, False, id="joined layers, 1 to tensor 2", marks=SLOW),
         pytest.param("qwen2", [], 2, [PP2], 2, False, id="data 2 to pipeline 2", marks=SLOW),

@@ -89,7 +89,8 @@ OTHER_LAYOUTS = {
 }
 SLOW = {
     "mixture of KLs at temperature 0.7", "skewed forward KL", "skewed reverse KL", "total variation",
-    "k2, masked, fused", "custom forward KL at temperature 2, fused", "reward alone",
+    "k2, masked, fused", "custom forward KL at temperature 2, fused", "reward alone", "reverse KL",
+    "reward and reference responses",
 }  # fmt: skip
 """Objectives whose terms tests/unit/losses and tests/integration/losses compare, and whose paths another one takes."""
 

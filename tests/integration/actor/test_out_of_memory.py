@@ -197,7 +197,7 @@ def test_lack_of_memory_without_split_names_sizes_and_keys(pool: WorkerPool, fol
 
 
 class TestValidationKl:
-    @pytest.mark.parametrize(("strategy", "ranks"), [("megatron", 1), ("fsdp", 2)])
+    @pytest.mark.parametrize(("strategy", "ranks"), [("megatron", 1), pytest.param("fsdp", 2, marks=pytest.mark.slow)])
     def test_kl_of_validation_has_the_limit_of_updates(
         self, strategy: str, ranks: int, pool: WorkerPool, folder: Path
     ) -> None:

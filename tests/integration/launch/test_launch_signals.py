@@ -97,8 +97,14 @@ DOCUMENTED = ("TERM", "USR1", "HUP", "INT")
 """Signals of docs/failures.md."""
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(("name", "saved"), [*((name, False) for name in DOCUMENTED), ("USR1", True)])
+@pytest.mark.parametrize(
+    ("script", "name", "saved"),
+    [  # all scripts source launch/foreground.bash
+        pytest.param(script, name, saved, marks=() if script == SCRIPTS[0] or name == "TERM" else pytest.mark.slow)
+        for script in SCRIPTS
+        for name, saved in [*((name, False) for name in DOCUMENTED), ("USR1", True)]
+    ],
+)
 def test_signal_ends_training_then_teacher(script: str, name: str, saved: bool, start: Start, checkout: Path) -> None:
     """The status is that of the training: 75 if it was saved between steps."""
     running = start(script, **({"SAVED": "75"} if saved else {}))
