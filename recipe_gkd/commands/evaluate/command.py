@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
+import numpy.typing as npt
 from omegaconf import OmegaConf
 
 import recipe_gkd.commands.evaluate as package
@@ -165,8 +166,8 @@ def evaluate(
             _numbers_of(response) | (dict(reward.numbers) if reward is not None else {})
             for response, reward in zip(responses, rewards or [None] * len(responses), strict=True)
         ],
-        lengths_PN=np.array([len(response.ids) for _, response in pairs], np.float64).reshape(-1, sampling.n),
-        truncated_PN=np.array([r.finish_reason == "length" for _, r in pairs], np.float64).reshape(-1, sampling.n),
+        lengths_PN=_kept_PN(responses, sampling.n, lambda response: len(response.ids)),
+        truncated_PN=_kept_PN(responses, sampling.n, lambda response: response.finish_reason == "length"),
         seconds=seconds,
     )
 
@@ -224,6 +225,12 @@ def _item_factory(
     return RewardItems(
         data, config.data, tokenizer, require_truth=True, truth_use=scorer.truth_use, skip_special_tokens=skips
     )
+
+
+def _kept_PN(responses: Sequence[Response], n: int, value: Callable[[Response], float]) -> npt.NDArray[np.float64]:
+    """Return a number of each response, [P, n]; NaN for conversations that are left out."""
+    values = [np.nan if response.is_left_out else value(response) for response in responses]
+    return np.array(values, np.float64).reshape(-1, n)
 
 
 def _numbers_of(response: Response) -> dict[str, float]:

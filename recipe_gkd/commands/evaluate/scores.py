@@ -30,8 +30,8 @@ class Evaluation:
         rows: Row of each prompt in the data, [P].
         rewards_PN: Reward of each response, [P, N]. NaN for a response whose call of the reward function failed. None
             without a reward function.
-        lengths_PN: Tokens of each response, [P, N].
-        truncated_PN: True for responses that were truncated, [P, N].
+        lengths_PN: Tokens of each response, [P, N]. NaN for conversations that are left out.
+        truncated_PN: 1 for responses that were truncated, 0 for others, [P, N]. NaN likewise.
         seconds: Time of generation, without loading.
         numbers: Other numbers that the reward function returned for each response, by name, [P * N]. Empty without one.
     """
@@ -56,8 +56,8 @@ class ScoreSummary:
         mean_error: Standard error of ``mean`` over the prompts. None for fewer than two prompts.
         best: Mean over the prompts of the best response, ``best@n``. Prompts with a failed call are left out.
         best_error: Standard error of ``best``.
-        response_len: Mean number of tokens of a response.
-        truncated_fraction: Share of truncated responses.
+        response_len: Mean number of tokens of a response. 0 if all conversations are left out.
+        truncated_fraction: Share of truncated responses, likewise.
         n_failed: Number of responses without a reward, because the call of the reward function failed.
         numbers: Means of the other numbers that the reward function returned, by name.
     """
@@ -99,11 +99,16 @@ def _score(evaluation: Evaluation, rows: npt.NDArray[np.bool_]) -> ScoreSummary:
         mean_error=mean[1],
         best=best[0],
         best_error=best[1],
-        response_len=float(evaluation.lengths_PN[rows].mean()),
-        truncated_fraction=float(evaluation.truncated_PN[rows].mean()),
+        response_len=_mean_of_kept(evaluation.lengths_PN[rows]),
+        truncated_fraction=_mean_of_kept(evaluation.truncated_PN[rows]),
         n_failed=n_failed,
         numbers=mean_numbers(numbers),
     )
+
+
+def _mean_of_kept(values_PN: Floats) -> float:
+    kept = values_PN[~np.isnan(values_PN)]
+    return float(kept.mean()) if len(kept) else 0.0
 
 
 def mean_and_error(values_P: Floats) -> tuple[float | None, float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -45,6 +46,14 @@ class TestScores:
         assert (whole.n_prompts, whole.mean, whole.best) == (4, 0.5, 0.75)
         assert whole.mean_error == pytest.approx(np.std([0.5, 1, 0, 0.5], ddof=1) / 2)
         assert scores["a"].mean == 0.75 and whole.truncated_fraction == pytest.approx(2 / 8)
+
+    def test_conversations_that_are_left_out_are_in_no_mean(self) -> None:
+        evaluation = make_evaluation([[math.nan, 1], [1, 1]])
+        evaluation.lengths_PN[0, 0] = evaluation.truncated_PN[0, 0] = math.nan
+        score = scores_of(evaluation)["a"]
+        assert (score.response_len, score.truncated_fraction, score.n_failed) == (10.0, pytest.approx(1 / 3), 1)
+        evaluation.lengths_PN[:] = math.nan
+        assert scores_of(evaluation)["a"].response_len == 0.0
 
     def test_one_prompt_has_no_error(self) -> None:
         assert mean_and_error(np.array([0.5])) == (0.5, None)
