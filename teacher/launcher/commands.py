@@ -17,7 +17,7 @@ from teacher.launcher.options import JOIN_OPTIONS, SERVE_OPTIONS, STOP_OPTIONS, 
 from teacher.launcher.pid_files import HOST, read_pid_files
 from teacher.launcher.processes import Processes, seconds_since_start
 from teacher.launcher.run_dir import STOP_SCRIPT, prepare_run_dir
-from teacher.launcher.settings import check_port_is_free, check_settings, require
+from teacher.launcher.settings import check_port_is_free, check_settings, connect_address, require
 from teacher.launcher.stop_requests import SIGNALS, Interrupted, StopRequests
 from teacher.launcher.stopping import stop_processes
 
@@ -89,7 +89,7 @@ def serve(args: Namespace) -> int:
     require("TRUSTED_NETWORK", args.trusted_network, ("0", "1"))
     gpus = check_settings(args)
     # Workers of this machine and the final check connect to the interface of the proxy.
-    ip = "127.0.0.1" if args.bind in ("0.0.0.0", "*") else args.bind
+    ip = connect_address(args.bind)
     _check_ports(args, ip)
     run_dir = prepare_run_dir(_run_dir(args, f"teacher-{HOST}-{args.proxy_frontend_port}"), args.report)
     service = ["--server-ip", ip, "--port", str(args.proxy_frontend_port)]

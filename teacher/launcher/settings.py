@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 from argparse import Namespace
@@ -17,6 +20,7 @@ from teacher.errors import TeacherSetupError
 REPO = Path(__file__).parents[2]
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
 _NVIDIA_SMI_TIMEOUT_S = 60.0
+_SIOCGIFADDR, _MAX_INTERFACE_BYTES = 0x8915, 15  # linux/sockios.h, net/if.h
 _MAX_TMPDIR_BYTES = 70
 """Longest TMPDIR for vLLM's sockets: their paths have at most 107 bytes, of which the name needs 37."""
 
@@ -86,11 +90,34 @@ def check_port_is_free(ip: str, port: int, options: tuple[str, ...]) -> None:
     )
 
 
+def connect_address(bind: str) -> str:
+    """Return the address at which processes of this machine reach a service that listens on ``bind``.
+
+    Args:
+        bind: Address, ``*``, or name of a network interface, which only a listening socket can resolve.
+
+    Raises:
+        TeacherSetupError: The interface has no IPv4 address.
+    """
+    if bind in ("0.0.0.0", "*"):
+        return "127.0.0.1"
+    if bind not in (name for _, name in socket.if_nameindex()):
+        return bind
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", bind.encode()[:_MAX_INTERFACE_BYTES]))
+        except OSError as error:
+            what = f"BIND={bind}: this network interface has no IPv4 address: {error.strerror}"
+            raise TeacherSetupError(what, options=("BIND",), remedy="set an address of this machine") from None
+    return socket.inet_ntoa(found[20:24])
+
+
 def find_gpus() -> list[str]:
     """Return the names of the visible GPUs. Empty on a machine without GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return re.findall(r"[^,\s]+", visible)
+        listed = re.findall(r"[^,\s]+", visible)
+        return list(itertools.takewhile(lambda name: not name.startswith("-"), listed))  # as CUDA, which ends at -1
     try:
         found = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

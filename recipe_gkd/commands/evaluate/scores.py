@@ -158,14 +158,14 @@ def render(evaluations: Sequence[Evaluation], n: int) -> str:
         found = [score.get(source) for score in scores]
         label = f"{make_visible(source)}, {scores[0][source].n_prompts:,} prompts"
         rows.append((label, [""] * len(names)))
-        if scores[0][source].mean is not None:
+        if any(s is not None and s.mean is not None for s in found):
             title = "mean reward, greedy" if n == 1 else f"avg@{n}"
             rows.append((f"  {title}", [_with_error(s.mean, s.mean_error) if s else "" for s in found]))
             if n > 1:
                 rows.append((f"  best@{n}", [_with_error(s.best, s.best_error) if s else "" for s in found]))
         if any(s is not None and s.n_failed for s in found):
             rows.append(("  responses without reward", [f"{s.n_failed:,}" if s else "" for s in found]))
-        for name in scores[0][source].numbers:
+        for name in dict.fromkeys(name for s in found if s is not None for name in s.numbers):
             rows.append(
                 (
                     f"  {make_visible(name)}",

@@ -80,8 +80,10 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
-def _replaced(section: D, path: list[str], value: object) -> D:
+def _replaced(section: Any, path: list[str], value: object) -> Any:
     name, *rest = path
+    if isinstance(section, Mapping):  # of names that users choose
+        return {**section, name: value}
     return replace(section, **{name: _replaced(getattr(section, name), rest, value) if rest else value})
 
 
@@ -143,7 +145,7 @@ def _actor_candidates(config: Config) -> Iterator[dict[str, Any]]:
         if not megatron.use_distributed_optimizer:
             yield {f"{section}.use_distributed_optimizer": True}
         if "recompute_granularity" not in megatron.override_transformer_config:
-            yield {f"{section}.override_transformer_config": {**megatron.override_transformer_config, **_RECOMPUTE}}
+            yield {f"{section}.override_transformer_config.{name}": value for name, value in _RECOMPUTE.items()}
         yield from ({f"{section}.{key}": True} for key in ("optimizer_offload", "grad_offload", "param_offload"))
         size = megatron.tensor_model_parallel_size
         while (size := size * 2) <= each:
@@ -153,10 +155,4 @@ def _actor_candidates(config: Config) -> Iterator[dict[str, Any]]:
 
 def _overrides(values: Mapping[str, Any]) -> list[str]:
     """Return the values as arguments of a command."""
-    return [argument for key, value in values.items() for argument in _arguments(key, value)]
-
-
-def _arguments(key: str, value: object) -> list[str]:
-    if isinstance(value, dict):
-        return [argument for name, entry in value.items() for argument in _arguments(f"{key}.{name}", entry)]
-    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]

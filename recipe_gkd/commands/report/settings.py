@@ -16,7 +16,7 @@ from recipe_gkd.config.compose import compose_config
 from recipe_gkd.config.keys import ENV_VARS
 from recipe_gkd.errors import ConfigError
 
-SECRET = re.compile(r"(api_?key|secret|password|passwd|credential|(^|_)token)$", re.IGNORECASE)
+SECRET = re.compile(r"(api_?keys?|secrets?|passwords?|passwd|credentials?|(^|_)token)$", re.IGNORECASE)
 HIDDEN = "(not shown)"
 _ABSENT = object()
 
@@ -58,6 +58,8 @@ def hide_secrets(value: object, key: str = "") -> Any:
             name: HIDDEN if is_environment else hide_secrets(part, f"{key}.{name}" if key else str(name))
             for name, part in value.items()
         }
+    if isinstance(value, list):
+        return [hide_secrets(part, key) for part in value]
     if isinstance(value, str) and SECRET.search(key.rpartition(".")[2]):
         return HIDDEN
     return value

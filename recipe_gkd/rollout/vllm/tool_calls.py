@@ -27,7 +27,7 @@ class MessageParser:
         end_ids: Ids that end a turn. They are no part of the content.
 
     Raises:
-        ConfigError: vLLM has no such parser, or it cannot be used with this tokenizer.
+        ConfigError: vLLM has no such parser of text, or it cannot be used with this tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str | None, end_ids: Collection[int]) -> None:
@@ -36,7 +36,14 @@ class MessageParser:
         self._parser_class: Any = None
         if name is not None:
             self._parser_class = self._find(name)
-            self._extract("", None)  # a tokenizer without the parser's special tokens fails here
+            try:
+                self._extract("", None)  # a tokenizer without the parser's special tokens fails here
+            except NotImplementedError as error:
+                raise ConfigError(
+                    f"{PARSER}={name}: this parser of vLLM does not parse text: {error}",
+                    remedy="use another parser, or rollout.environment, which can parse turns itself",
+                    keys=(PARSER,),
+                ) from error
 
     def _find(self, name: str) -> Any:
         from recipe_gkd.rollout.vllm import compat  # noqa: F401 - prepares the process for vLLM
@@ -68,7 +75,10 @@ class MessageParser:
         text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
         if self._parser_class is None:
             return {"role": "assistant", "content": text}
-        found = self._extract(text, tools)
+        try:
+            found = self._extract(text, tools)
+        except Exception:  # noqa: BLE001 - the parsers of vLLM raise errors of many types for a student's text
+            return {"role": "assistant", "content": text}
         if not found.tools_called:
             return {"role": "assistant", "content": text}
         calls = [

@@ -143,8 +143,8 @@ class ScoreCache:
                 if error.sequence is None or error.sequence >= len(missing):
                     raise
                 raise error.replaced(sequence=missing[error.sequence]) from error
-            await asyncio.to_thread(self._write, [paths[i] for i in missing], requested)
-            for i, scored in zip(missing, requested, strict=True):
+            kept = await asyncio.to_thread(self._write, [paths[i] for i in missing], requested)
+            for i, scored in zip(missing, kept, strict=True):
                 found[i] = scored
         return [scored for scored in found if scored is not None], is_cached
 
@@ -152,11 +152,15 @@ class ScoreCache:
         paths = [self._path(sequence) for sequence in sequences]
         return paths, [self._files.read(path) for path in paths]
 
-    def _write(self, paths: Sequence[Path], scored: Sequence[ScoredSequence]) -> None:
+    def _write(self, paths: Sequence[Path], scored: Sequence[ScoredSequence]) -> list[ScoredSequence]:
+        """Write scores, and return them as they will be read."""
+        written = []
         for path, scores in zip(paths, scored, strict=True):
             support_TJ = getattr(scores, "support_logps_TJ", None)  # a user's class may return other records
             record = ScoredSequence(scores.topk_logps_TK, scores.topk_ids_TK, scores.sampled_logps_T, support_TJ)
-            self._files.write(path, record.reduced(0, self._settings.wire_dtype))
+            written.append(record.reduced(0, self._settings.wire_dtype))
+            self._files.write(path, written[-1])
+        return written
 
     def _path(self, sequence: TeacherSequence) -> Path:
         ids_TJ = sequence.support_ids_TJ

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,14 @@ class TestScores:
         assert (score.response_len, score.truncated_fraction, score.n_failed) == (10.0, pytest.approx(1 / 3), 1)
         evaluation.lengths_PN[:] = math.nan
         assert scores_of(evaluation)["a"].response_len == 0.0
+
+    def test_table_has_rows_that_only_a_later_model_has(self) -> None:
+        """The environment of a weak model may report fewer numbers, and all its calls of the reward may fail."""
+        first = make_evaluation([[math.nan], [math.nan]], "base", sources="aa")
+        other = replace(make_evaluation([[1.0], [1.0]], "trained", sources="aa"), numbers=[{"found": 1.0}] * 2)
+        lines = render([first, other], 1).splitlines()
+        assert [line.split()[-1] for line in lines if "found" in line] == ["1.0000"]
+        assert any("mean reward, greedy" in line and "1.0000" in line for line in lines)
 
     def test_one_prompt_has_no_error(self) -> None:
         assert mean_and_error(np.array([0.5])) == (0.5, None)

@@ -106,6 +106,17 @@ class TestSmallestChange:
         assert not estimate_run(with_values(config, {key: int(value)}), "cuda", 80 * GIB).problems
         assert estimate_run(with_values(config, {key: 2 * int(value)}), "cuda", 80 * GIB).problems
 
+    def test_change_of_a_free_form_section_names_the_new_keys_only(self, config: Config) -> None:
+        """The other keys of the section keep their values, such as null."""
+        key = f"{MEGATRON}.override_transformer_config"
+        config = with_values(config, {key: {"moe_router_dtype": None}})
+        changes = (smallest_change(config, "cuda", size * GIB) for size in range(20, 90, 10))
+        overrides = [override for change in changes if change is not None for override in change.overrides]
+        assert f"{key}.recompute_granularity=full" in overrides and not any("None" in each for each in overrides)
+        values = dict(override.split("=") for override in overrides if override.startswith(key))
+        changed = with_values(config, values).actor_rollout_ref.actor.megatron.override_transformer_config
+        assert changed["moe_router_dtype"] is None and changed["recompute_granularity"] == "full"
+
     def test_several_changes_are_combined_if_one_is_not_enough(self, config: Config) -> None:
         change = smallest_change(config, "cuda", 44 * GIB)
         assert change is not None and len(change.overrides) > 1 and not change.estimate.problems

@@ -251,6 +251,11 @@ class TestFiles:
         assert hidden["ray_init"]["env_vars"] == {"WANDB_API_KEY": HIDDEN, "PATH": HIDDEN}
         assert hidden["reward"] == {"api_key": HIDDEN, "max_token": 5, "password": None}
 
+    def test_secrets_in_lists_are_hidden(self) -> None:
+        config = {"endpoints": [{"url": "u", "api_key": "abc"}], "api_keys": ["a", "b"], "n": [1, 2]}
+        hidden = {"endpoints": [{"url": "u", "api_key": HIDDEN}], "api_keys": [HIDDEN, HIDDEN], "n": [1, 2]}
+        assert hide_secrets(config) == hidden
+
 
 class TestAdvice:
     def test_truncated_validation_is_reported(self, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from teacher.errors import TeacherSetupError
 from teacher.launcher.commands import COMMANDS
 from teacher.launcher.options import SERVE_OPTIONS, Option, parse_options
 from teacher.launcher.pid_files import HOST, read_pid_file, read_pid_files, write_pid_file
-from teacher.launcher.settings import check_settings, environment_of_processes, find_gpus
+from teacher.launcher.settings import check_settings, connect_address, environment_of_processes, find_gpus
 from teacher.launcher.stop_requests import Interrupted, StopRequests
 from tests._support.repository import REPO
 
@@ -107,6 +107,19 @@ class TestSettings:
         assert find_gpus() == ["0", "1"]
         monkeypatch.setenv("STATUS", "9")
         assert find_gpus() == []
+
+    @pytest.mark.parametrize(("visible", "expected"), [("-1", []), ("", []), ("2,-1,3", ["2"]), ("0, 1", ["0", "1"])])
+    def test_list_of_gpus_ends_at_minus_one(
+        self, visible: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert find_gpus() == expected
+
+    @pytest.mark.parametrize(
+        ("bind", "address"), [("*", "127.0.0.1"), ("lo", "127.0.0.1"), ("10.0.0.1", "10.0.0.1"), ("localhost",) * 2]
+    )
+    def test_workers_connect_to_the_address_of_an_interface(self, bind: str, address: str) -> None:
+        assert connect_address(bind) == address
 
     def test_long_tmpdir_moves_sockets_of_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
