@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from recipe_gkd.actor.megatron.layout_checks import ensure_heads_fit_context, ensure_layout_fits
 from recipe_gkd.actor.megatron.model_dims import ModelDims
@@ -16,10 +16,6 @@ from recipe_gkd.config.validate import validate
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.rollout.limits import check_engine_fits
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-D = TypeVar("D", bound="DataclassInstance")
 
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _LEAST_UTILIZATION = 0.2
@@ -81,6 +77,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def _replaced(section: Any, path: list[str], value: object) -> Any:
+    """Return a dataclass, or a mapping, with another value."""
     name, *rest = path
     if isinstance(section, Mapping):  # of names that users choose
         return {**section, name: value}
