@@ -16,7 +16,6 @@ from recipe_gkd.config.validate import validate
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.rollout.limits import check_engine_fits
 
-
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _LEAST_UTILIZATION = 0.2
 
