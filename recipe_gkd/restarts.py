@@ -113,8 +113,8 @@ async def train_with_restarts(
             return await trainer.fit(stop)
         except GkdError as error:
             if stop.reason is not None:
-                saved = None if trainer is None else trainer.saver.newest
-                await _end_without_actors(error, cluster, stop, saved or (points[0].folder if points else None))
+                newest = None if trainer is None else trainer.saver.newest or trainer.start.checkpoint
+                await _end_without_actors(error, cluster, stop, newest)
                 return None
             with stop.accepted() if saves_checkpoints(config) else nullcontext():
                 await stop.unless_requested(cluster.restart_actors(error))

@@ -216,7 +216,8 @@ class TestRestarts:
                 await asyncio.sleep(1)
                 calls.append("the restart was not canceled")
 
-        trainer = SimpleNamespace(fit=lambda _: call("fit"), saver=SimpleNamespace(newest=None))
+        loaded = SimpleNamespace(checkpoint=start)
+        trainer = SimpleNamespace(fit=lambda _: call("fit"), saver=SimpleNamespace(newest=None), start=loaded)
         monkeypatch.setattr(restarts, "load_weights", lambda *_: call("load"))
         monkeypatch.setattr(restarts, "Trainer", lambda *_: trainer)
 
@@ -224,8 +225,7 @@ class TestRestarts:
             return isinstance(error, WorkerDied)
 
         workers: Any = SimpleNamespace(restart_actors=restart_actors, actor_is_lost=actor_is_lost)
-        points = [] if start is None else [SimpleNamespace(folder=start)]
-        plan: Any = SimpleNamespace(points=points, loader=None)
+        plan: Any = SimpleNamespace(points=[], loader=None)
         context: Any = None
         config = base_config("trainer.save_freq=1", f"trainer.default_local_dir={folder}")
         asyncio.run(restarts.train_with_restarts(config, workers, plan, context, context, stop))
