@@ -55,6 +55,7 @@ def run_ours(models: Path, folder: Path, steps: int) -> Measurement:
             f"data.train_files={folder / 'train.jsonl'}", "data.val_files=[]",
             f"data.train_batch_size={RESPONSES}", f"data.max_response_length={RESPONSE_TOKENS}",
             f"actor_rollout_ref.teacher.server_port={port}",
+            "actor_rollout_ref.actor.megatron.dtype=float32", "actor_rollout_ref.rollout.dtype=float32",
             f"actor_rollout_ref.actor.optim.lr={LR}", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
             "actor_rollout_ref.actor.optim.lr_decay_style=constant",
             f"trainer.total_training_steps={steps}", "trainer.test_freq=-1", "trainer.val_before_train=false",

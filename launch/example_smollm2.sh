@@ -50,7 +50,7 @@ install_packages() { exec "$python" -m pip install -q --disable-pip-version-chec
 make_models() { exec "$python" examples/smollm2/models.py "$EXAMPLE_DIR" --from "$from"; }
 
 start_teacher() {
-  CKPT_PATH=$models/teacher RUN_DIR=$teacher_dir N_LOGPROBS=64 DTYPE=float32 MAX_MODEL_LEN=512 \
+  CKPT_PATH=$models/teacher RUN_DIR=$teacher_dir N_LOGPROBS=64 MAX_MODEL_LEN=512 \
     exec bash teacher/start_server.sh 9>&-
 }
 

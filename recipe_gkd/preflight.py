@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -45,22 +44,18 @@ from recipe_gkd.teachers.router import RECORDING
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.vocabularies import check_vocabulary
 from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
-from teacher.common.machine_checks import driver_release
 from teacher.records import TeacherInfo, TeacherSequence
 
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 """Deadline of a teacher's first reply. A running teacher replies within milliseconds, even under load."""
-_CPU_FLAGS = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
-"""Data type -> capabilities of an x86 CPU with which matrix products of this type are fast."""
 
 
 def read_student(config: Config) -> Student:
     """Find the student's model folder, check its files, and load its config and tokenizer.
 
-    The metric names of a custom loss are checked first, because this needs neither model nor data. Different data types
-    of actor and rollout engines are logged as a warning.
+    The metric names of a custom loss are checked first, because this needs neither model nor data.
 
     Raises:
         ModelError: The folder or one of its files is missing or unusable.
@@ -87,58 +82,7 @@ def read_student(config: Config) -> Student:
         check_tied_output_layer(path)
     tokenizer = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
     n_tokens = min(count_ids(tokenizer), dims.vocab_size)
-    for text in conversion_warnings(config, path):
-        log.warning("%s", text)
-    if text := slow_type_advice(config, path):
-        log.info("%s", text)
     return Student(path, dims.vocab_size, tokenizer, tokenizer_fingerprint(tokenizer), n_tokens)
-
-
-def engine_dtype(config: Config, folder: Path) -> str:
-    """Return the data type that vLLM chooses for the rollout engines."""
-    dtype = config.actor_rollout_ref.rollout.dtype
-    if dtype != "auto":
-        return dtype
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    stored = values.get("dtype") or values.get("torch_dtype")
-    return stored if stored in ("bfloat16", "float16") else "bfloat16"
-
-
-def conversion_warnings(config: Config, folder: Path) -> list[str]:
-    """Return a warning if the rollout engines convert the actor's weights to another data type."""
-    actor, rollout = config.actor_rollout_ref.actor.dtype, engine_dtype(config, folder)
-    if actor == rollout:
-        return []
-    return [
-        f"the actor trains in {actor}, but the rollout engines compute in {rollout} (actor_rollout_ref.rollout.dtype="
-        f"{config.actor_rollout_ref.rollout.dtype}), so that their log-probabilities differ; set both to the same type "
-        "if that is not intended"
-    ]
-
-
-def slow_type_advice(config: Config, folder: Path) -> str:
-    """Return advice if a run on CPUs computes in 16-bit types for which this CPU has no instructions, else nothing."""
-    if config.trainer.device == "cuda" or (config.trainer.device == "auto" and driver_release() is not None):
-        return ""
-    actor = config.actor_rollout_ref.actor
-    section = "megatron" if actor.strategy == "megatron" else "fsdp_config"
-    types = {f"actor.{section}.dtype": actor.dtype, "rollout.dtype": engine_dtype(config, folder)}
-    slow = [f"actor_rollout_ref.{key}" for key, dtype in types.items() if not _is_fast_on_this_cpu(dtype)]
-    if not slow:
-        return ""
-    return (
-        f"this CPU has no instructions for {' and '.join(sorted({*types.values()} - {'float32'}))}, so that float32 is "
-        f"many times faster (docs/performance.md); set {' and '.join(f'{key}=float32' for key in slow)}"
-    )
-
-
-def _is_fast_on_this_cpu(dtype: str) -> bool:
-    if dtype not in _CPU_FLAGS:
-        return True
-    import torch
-
-    found = torch.cpu.get_capabilities()
-    return found.get("architecture") != "x86_64" or any(found.get(flag) for flag in _CPU_FLAGS[dtype])
 
 
 def _check_megatron_layout(dims: ModelDims, config: Config) -> None:

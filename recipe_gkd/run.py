@@ -17,8 +17,9 @@ from recipe_gkd.checkpoints.run_folder import CONFIG, RunFolder
 from recipe_gkd.checkpoints.state import Progress
 from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import failure_mode, needs_rewards, trains_on_rewards
+from recipe_gkd.config.data_types import conversion_warnings, slow_type_advice, with_data_types
 from recipe_gkd.config.durations import duration_s
-from recipe_gkd.config.stored import report_changes
+from recipe_gkd.config.stored import report_changes, stored_types, with_chosen_types
 from recipe_gkd.conversations.context import ConversationContext
 from recipe_gkd.conversations.pool import EnvironmentPool
 from recipe_gkd.conversations.setup import check_turns, open_environments
@@ -37,7 +38,7 @@ from recipe_gkd.preflight import (
     read_teacher_prompts,
     with_model_path,
 )
-from recipe_gkd.ray_cluster.connection import connected_cluster
+from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.restarts import TrainingPlan, train
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
@@ -107,10 +108,11 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
             report_changes(folder.path / CONFIG, stored, "was trained so far")
         log.info("%d prompts, steps %d to %d", len(data), plan.progress.step + 1, last_step)
         reward_context = RewardContext(scorer, _reward_items(config, data, student, scorer), validation)
-        write_durably(folder.path / CONFIG, stored)
         with hangup_ignored():
             opened.enter_context(connected_cluster(config))
         raise_on_signals()  # again, because Ray sets its own handler
+        config = _choose_data_types(config, folder if plan.progress.step else None)
+        write_durably(folder.path / CONFIG, with_chosen_types(stored, config))
         save_before = config.trainer.save_before
         stop = StopRequest(None if save_before is None else duration_s(save_before))
         training = train(config, plan, teachers, reward_context, folder, stop)
@@ -119,6 +121,19 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         finally:
             _recover_at_the_end(folder.path)
         return stop.reason
+
+
+def _choose_data_types(config: Config, resumed: RunFolder | None) -> Config:
+    """Return the configuration with a data type in each place of ``auto``: of the resumed run, or for the devices."""
+    device = choose_device(config.trainer.device)
+    config = with_data_types(config, device, {} if resumed is None else stored_types(resumed.path / CONFIG))
+    settings = config.actor_rollout_ref
+    log.info("data types: actor %s, rollout engines %s", settings.actor.dtype, settings.rollout.dtype)
+    for text in conversion_warnings(config):
+        log.warning("%s", text)
+    if text := slow_type_advice(config, device):
+        log.info("%s", text)
+    return config
 
 
 def _plan_training(

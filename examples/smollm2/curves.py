@@ -39,6 +39,8 @@ REPO = HERE.parents[1]
 RESULTS = REPO / "docs/results/curves.json"
 PORT, BACKEND_PORT = 15575, 15576
 SOURCE = "instructions"
+FLOAT32 = ("actor_rollout_ref.actor.megatron.dtype=float32", "actor_rollout_ref.rollout.dtype=float32")
+"""Overrides with which all runs compute in the same data type, on each CPU."""
 MAX_TEACHER_TOKENS = 128
 """Longest generated response of the teacher. A longer one than the runs train on has no end-of-sequence token there."""
 
@@ -114,7 +116,7 @@ def train(variant: Variant, seed: int, models: Path, data: Path, folder: Path) -
     """Run one training, or the rest of an interrupted one."""
     command = [sys.executable, "-m", "recipe_gkd.main_gkd", "--config-path", str(HERE), "--config-name", "smollm2"]
     command += [f"data.train_files={data}", f"data.seed={seed}", f"trainer.default_local_dir={folder}"]
-    command += [f"actor_rollout_ref.teacher.server_port={PORT}", *variant.arguments]
+    command += [f"actor_rollout_ref.teacher.server_port={PORT}", *FLOAT32, *variant.arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "EXAMPLE_DIR": str(models)}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "output.log").open("a") as log:

@@ -23,6 +23,7 @@ from recipe_gkd.actor.ranks import Layout, RankReport, RankSpec, Rendezvous
 from recipe_gkd.actor.strategy import build_backend
 from recipe_gkd.actor.update import Updater
 from recipe_gkd.config.conditions import sends_adapters
+from recipe_gkd.config.data_types import with_data_types
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.data.samples import Sample
@@ -90,6 +91,7 @@ class StudentActor:
     def __init__(
         self, config: Config, rank_spec: RankSpec, *, total_steps: int, n_token_ids: int | None = None
     ) -> None:
+        config = with_data_types(config, rank_spec.device)
         self._config, self._actor_config = config, config.actor_rollout_ref.actor
         self._rank_spec, self._total_steps, self._n_token_ids = rank_spec, total_steps, n_token_ids
         self.rank, self.device = rank_spec.rank, rank_spec.torch_device

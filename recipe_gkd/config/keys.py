@@ -60,5 +60,7 @@ HYBRID = key_name(lambda config: config.actor_rollout_ref.hybrid_engine)
 REWARD = key_name(lambda config: config.custom_reward_function)
 TRAIN_FILES = key_name(lambda config: config.data.train_files)
 VAL_FILES = key_name(lambda config: config.data.val_files)
+DTYPES = (f"{MEGATRON}.dtype", f"{FSDP}.dtype", f"{ROLLOUT}.dtype")
+"""Data types of the student. ``auto`` becomes a type when the devices are known."""
 ENV_VARS = key_name(lambda config: config.ray_init.env_vars)
 POOL_KEYS = (key_name(lambda config: config.trainer.nnodes), key_name(lambda config: config.trainer.n_gpus_per_node))

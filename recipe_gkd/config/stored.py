@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from operator import attrgetter
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from recipe_gkd.config.data_types import AUTO
 from recipe_gkd.config.key_types import known_keys
-from recipe_gkd.config.keys import ENV_VARS, REWARD
+from recipe_gkd.config.keys import DTYPES, ENV_VARS, REWARD
+from recipe_gkd.config.schema import Config
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +21,7 @@ PRIVATE_KEYS = (ENV_VARS, f"{REWARD}.kwargs", f"{REWARD}.functions")
 """Keys whose values can be passwords or tokens. Variables of the environment in them are not written to files."""
 
 _ABSENT = object()
+_UNREADABLE = (OSError, ValueError, YAMLError, OmegaConfBaseException)  # ValueError: not UTF-8, or no mapping
 
 
 def stored_config(composed: DictConfig) -> str:
@@ -35,16 +39,36 @@ def stored_config(composed: DictConfig) -> str:
     return OmegaConf.to_yaml(stored)
 
 
+def with_chosen_types(stored: str, config: Config) -> str:
+    """Return a stored configuration with the data types of ``config`` in the place of ``auto``."""
+    values = OmegaConf.create(stored)
+    for key in DTYPES:
+        OmegaConf.update(values, key, attrgetter(key)(config))
+    return OmegaConf.to_yaml(values)
+
+
+def stored_types(file: Path) -> dict[str, str]:
+    """Return the data types in a stored configuration by key; none if it cannot be read."""
+    try:
+        values = OmegaConf.load(file)
+        found = {key: OmegaConf.select(values, key) for key in DTYPES}
+    except _UNREADABLE:
+        return {}
+    return {key: dtype for key, dtype in found.items() if isinstance(dtype, str) and dtype != AUTO}
+
+
 def changed_keys(before: str, now: str) -> list[str]:
     """Return the keys with different values in two stored configurations, as ``key: old value -> new value``.
 
-    A key that the former one does not have, because an earlier version of this project wrote it, has not changed.
+    A key that the former one does not have, because an earlier version of this project wrote it, has not changed, nor
+    has a data type that is ``auto`` now: a resumed run keeps its type.
     """
     old, new = (OmegaConf.create(text) for text in (before, now))
     found = []
     for key in known_keys():
         values = OmegaConf.select(old, key, default=_ABSENT), OmegaConf.select(new, key)
-        if values[0] is not _ABSENT and values[0] != values[1] and key not in PRIVATE_KEYS:
+        is_kept = key in PRIVATE_KEYS or (key in DTYPES and values[1] == AUTO)
+        if values[0] is not _ABSENT and values[0] != values[1] and not is_kept:
             found.append(f"{key}: {values[0]} -> {values[1]}")
     return found
 
@@ -59,7 +83,7 @@ def report_changes(file: Path, stored: str, what: str) -> None:
     """
     try:
         changes = changed_keys(file.read_text(encoding="utf-8"), stored) if file.is_file() else []
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:  # ValueError: not UTF-8, or no mapping
+    except _UNREADABLE as error:
         log.warning("%s cannot be read, so its settings are not compared with this command's: %s", file, error)
         return
     if changes:

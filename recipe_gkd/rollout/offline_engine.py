@@ -16,6 +16,7 @@ import numpy as np
 
 from recipe_gkd.errors import ModelError
 from recipe_gkd.rollout.environment import worker_environment
+from teacher.common.data_types import engine_dtype
 from teacher.common.vllm_setup import quiet_import
 from teacher.common.vllm_worker import LogitsCalls
 
@@ -37,7 +38,7 @@ class OfflineEngineOptions:
     """Settings of an engine.
 
     Attributes:
-        dtype: Data type of the weights, ``"auto"`` for the data type of the folder.
+        dtype: Data type of the weights; ``"auto"``: see :func:`teacher.common.data_types.engine_dtype`.
         max_model_len: Maximum tokens of a prompt with its response. None: the model's maximum.
         tensor_parallel_size: Number of GPUs.
         gpu_memory_utilization: Share of each GPU's memory for the engine.
@@ -135,7 +136,7 @@ def vllm_engine(folder: Path, options: OfflineEngineOptions, *, n_tokens: int) -
         memory = {"gpu_memory_utilization": options.gpu_memory_utilization}
     engine = LLM(
         model=str(folder),
-        dtype=cast(Any, options.dtype),
+        dtype=cast(Any, engine_dtype(options.dtype, folder, "cuda" if on_gpu else "cpu")),
         max_model_len=options.max_model_len,
         tensor_parallel_size=options.tensor_parallel_size,
         trust_remote_code=options.trust_remote_code,

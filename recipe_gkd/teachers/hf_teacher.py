@@ -28,6 +28,7 @@ from recipe_gkd.config.keys import TEACHER, key_name
 from recipe_gkd.teachers.chunked_model import ChunkedModel
 from teacher import PROTOCOL_VERSION, check_sequences, check_temperature
 from teacher.common.checkpoint import read_checkpoint
+from teacher.common.data_types import is_fast
 from teacher.common.fingerprint import last_tokens, tokenizer_fingerprint
 from teacher.common.position_limit import position_limit
 from teacher.common.tokenizer import count_tokens, load_tokenizer
@@ -98,6 +99,9 @@ class HfTeacher:
         except (OSError, ValueError, KeyError) as error:
             what = f"{_MODEL_KEY}={folder} cannot be loaded: {error}"
             raise TeacherSetupError(what, path=folder, options=(_MODEL_KEY,)) from error
+        dtype = str(model.dtype).removeprefix("torch.")
+        if not is_fast(dtype, self._device.type):
+            model, dtype = model.float(), "float32"
         self._model = ChunkedModel(model.to(self._device).eval())
         n_tokens = count_tokens(tokenizer, checkpoint.vocab_size)
         k = min(DEFAULT_TOP_K, n_tokens) if top_k is None else top_k
@@ -105,7 +109,6 @@ class HfTeacher:
             what = f"{TEACHER}.top_k={k} exceeds the {n_tokens} tokens of {folder}"
             raise TeacherSetupError(what, options=(f"{TEACHER}.top_k",), remedy="lower it")
         text_config = model.config.get_text_config()
-        dtype = str(model.dtype).removeprefix("torch.")
         self._info = TeacherInfo(
             model_name=folder.resolve().name,
             vocab_size=checkpoint.vocab_size,

@@ -69,7 +69,7 @@ def _add_worker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--dtype",
         default="auto",
         choices=["auto", "float32", "bfloat16", "float16"],
-        help="auto: the checkpoint's, bfloat16 for float32",
+        help="auto: the checkpoint's, bfloat16 for float32; float32 on a CPU that emulates 16 bits",
     )
     worker.add_argument(
         "--head-dtype", default="auto", choices=HEAD_DTYPES, help="dtype of logits; auto: float32 on CUDA, else --dtype"

@@ -18,7 +18,7 @@ class EngineConfig:
         n_logprobs: Log-probabilities per position (K), from 1 to the number of token ids.
         model_name: Name of the served model. Empty selects the name of the folder.
         tp_size: Number of tensor-parallel ranks.
-        dtype: ``"auto"`` (the checkpoint's, or 16 bits if that is float32), ``"float32"``, ``"bfloat16"`` or
+        dtype: ``"auto"`` (see :func:`teacher.common.data_types.engine_dtype`), ``"float32"``, ``"bfloat16"`` or
             ``"float16"``.
         head_dtype: Data type of the logits: ``"float32"``, ``"model"`` (the data type of the weights), or ``"auto"``;
             see :func:`teacher.common.head_dtype.wants_float32_head`.

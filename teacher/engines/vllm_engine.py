@@ -24,12 +24,14 @@ from __future__ import annotations
 import functools
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from teacher.common.checkpoint import read_checkpoint
+from teacher.common.data_types import engine_dtype
 from teacher.common.fingerprint import last_tokens, tokenizer_fingerprint
 from teacher.common.sizes import MIB
 from teacher.common.tokenizer import count_tokens, load_tokenizer
@@ -102,7 +104,8 @@ class VllmEngine:
             from vllm import __version__
 
         correct_cpu_build()
-        args, step, runner = plan_engine(config, vocab_size, on_cpu=on_cpu)
+        dtype = engine_dtype(config.dtype, Path(config.ckpt_path), "cpu" if on_cpu else "cuda")
+        args, step, runner = plan_engine(replace(config, dtype=dtype), vocab_size, on_cpu=on_cpu)
         keep_prompt_logprobs_as_tensors()
         self._store = _keep_store_in_own_folder()
         self._k, self._tp_size, self._runner = config.n_logprobs, config.tp_size, runner
@@ -132,8 +135,8 @@ class VllmEngine:
             self._check_device_memory(config, step)
         else:
             replace_prompt_rows(self._engine)
-        if config.dtype == "auto" and checkpoint.dtype == "float32":
-            served = str(self._engine.model_config.dtype).removeprefix("torch.")
+        served = str(self._engine.model_config.dtype).removeprefix("torch.")
+        if config.dtype == "auto" and checkpoint.dtype == "float32" != served:
             logger.warning("DTYPE=auto serves the float32 checkpoint in %s; DTYPE=float32 keeps float32", served)
         _warn_of_other_version(__version__)
         with out_of_memory_explained("start", self._sizes):

@@ -35,7 +35,7 @@ ENGINE_OPTIONS = (
     Option("BACKEND", "vllm", "engine"),
     Option("TP_SIZE", 1, "tensor-parallel ranks of one worker"),
     Option("N_LOGPROBS", 256, "top-k, up to the vocabulary size"),
-    Option("DTYPE", "auto", "auto, float32, bfloat16, float16  [auto: the checkpoint's, bfloat16 for float32]"),
+    Option("DTYPE", "auto", "auto, float32, bfloat16, float16  [auto: the checkpoint's, or a faster one]"),
     Option("HEAD_DTYPE", "auto", "dtype of the logits: auto, float32, model  [auto: float32 on a GPU, else DTYPE]"),
     Option("MAX_MODEL_LEN", 0, "longest prompt plus response in tokens  [0: the model's]"),
     Option("LOGITS_MIB", 1024, "memory for the logits of one engine step"),

@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.model_files import Student, find_model
 from recipe_gkd.preflight import (
-    _CPU_FLAGS,
     check_stop_ids,
     check_teachers,
-    conversion_warnings,
     read_student,
-    slow_type_advice,
 )
 from teacher.errors import TeacherRequestError
 from teacher.records import TeacherInfo
@@ -294,62 +290,6 @@ class TestMegatronOverrides:
         assert "the workers check it with theirs" in caplog.text
         with raises(ConfigError, keys=(f"{self.MEGATRON}.override_transformer_config",)):
             read_student(make_config(*given, "trainer.device=cpu"))
-
-
-class TestDataTypes:
-    @pytest.mark.parametrize(
-        ("rollout", "stored", "expected"),
-        [
-            ("float16", {"dtype": "float32"}, "float16"),
-            ("auto", {"dtype": "float32"}, "bfloat16"),
-            ("auto", {"torch_dtype": "float16"}, "float16"),
-            ("auto", {}, "bfloat16"),
-        ],
-    )
-    def test_difference_of_actor_and_engines_is_a_warning(
-        self, tmp_path: Path, rollout: str, stored: dict[str, str], expected: str
-    ) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(stored))
-        actor = "actor_rollout_ref.actor.megatron.dtype"
-        config = make_config(f"actor_rollout_ref.rollout.dtype={rollout}", f"{actor}=float32")
-        [text] = conversion_warnings(config, tmp_path)
-        assert f"trains in float32, but the rollout engines compute in {expected}" in text and rollout in text
-        if expected == "bfloat16":
-            same = make_config(f"actor_rollout_ref.rollout.dtype={rollout}", f"{actor}=bfloat16")
-            assert conversion_warnings(same, tmp_path) == []
-
-    @pytest.mark.parametrize(
-        ("device", "actor", "rollout", "flags", "keys"),
-        [
-            ("cpu", "bfloat16", "bfloat16", {"avx2"}, ["actor.megatron.dtype", "rollout.dtype"]),
-            ("cpu", "bfloat16", "float32", {"avx512_fp16"}, ["actor.megatron.dtype"]),
-            ("cpu", "float32", "float16", {"avx512_bf16"}, ["rollout.dtype"]),
-            ("cpu", "bfloat16", "bfloat16", {"avx512_bf16"}, []),
-            ("cpu", "bfloat16", "bfloat16", {"amx_bf16"}, []),
-            ("cpu", "float32", "float32", {"avx2"}, []),
-            ("cuda", "bfloat16", "bfloat16", {"avx2"}, []),
-        ],
-    )
-    def test_slow_types_of_a_cpu_are_named_with_their_keys(
-        self, tmp_path: Path, device: str, actor: str, rollout: str, flags: set[str], keys: list[str],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
-        found = {"architecture": "x86_64", **dict.fromkeys(flags, True)}
-        monkeypatch.setattr("torch.cpu.get_capabilities", lambda: found)
-        config = make_config(
-            f"trainer.device={device}",
-            f"actor_rollout_ref.actor.megatron.dtype={actor}",
-            f"actor_rollout_ref.rollout.dtype={rollout}",
-        )
-        advice = slow_type_advice(config, tmp_path)
-        assert [word for word in advice.split() if word.startswith("actor_rollout_ref.")] == [
-            f"actor_rollout_ref.{key}=float32" for key in keys
-        ]
-
-    def test_capabilities_of_this_torch_have_the_flags(self) -> None:
-        found = torch.cpu.get_capabilities()
-        if found["architecture"] == "x86_64":
-            assert {flag for flags in _CPU_FLAGS.values() for flag in flags} <= set(found)
 
 
 class TestFindModel:

@@ -131,7 +131,7 @@ def _build_config(
             remedy="remove it",
             keys=(f"{MEGATRON}.override_transformer_config",),
         )
-    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     values: dict[str, Any] = dict(
         num_layers=dims.layers,
         hidden_size=dims.hidden,

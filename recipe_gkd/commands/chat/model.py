@@ -21,6 +21,7 @@ from recipe_gkd.data.messages import Message
 from recipe_gkd.errors import ConfigError, ModelError, ResourceError
 from recipe_gkd.model_files import load_tokenizer
 from recipe_gkd.rollout.sampling import stop_token_ids
+from teacher.common.data_types import is_fast
 from teacher.common.fingerprint import count_ids
 from teacher.common.weight_files import find_damaged_weights
 
@@ -36,7 +37,7 @@ class ChatOptions:
         temperature: 0 for greedy decoding.
         top_p: Probability mass that tokens are sampled from.
         seed: Seed of the first question. Each question has its own seed.
-        dtype: Data type of the weights, ``"auto"`` for the data type of the folder.
+        dtype: Data type of the weights. ``"auto"``: the data type of the folder, or float32 on a CPU that emulates it.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
         trust_remote_code: Allow code from the folder.
         show_special_tokens: Print special tokens of the responses.
@@ -106,7 +107,10 @@ class ChatModel:
         self._device = choose_device(options.device)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
         self.has_template = bool(self.tokenizer.chat_template)
-        self._model: Any = load_model(folder, options).to(self._device).eval()
+        model = load_model(folder, options)
+        if options.dtype == "auto" and not is_fast(str(model.dtype).removeprefix("torch."), self._device):
+            model = model.float()
+        self._model: Any = model.to(self._device).eval()
         eos_id = self.tokenizer.eos_token_id
         self._stop_ids = sorted({*stop_token_ids(str(folder)), *([] if eos_id is None else [eos_id])})
         self._model.generation_config = GenerationConfig()  # sampling as in `evaluate`: without the folder's settings

@@ -21,6 +21,7 @@ from recipe_gkd.cluster_start import start_cluster
 from recipe_gkd.commands.doctor.findings import Finding, findings_of
 from recipe_gkd.commands.plan.estimate import data_parallel_size
 from recipe_gkd.config import Config
+from recipe_gkd.config.data_types import with_data_types
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import TRAINING, read_data_set
@@ -117,6 +118,7 @@ async def _check_workers(
 ) -> None:
     """Start the workers, run each check on them, and add the findings to ``found``."""
     device = choose_device(config.trainer.device)
+    config = with_data_types(config, device)
     started_at = time.monotonic()
     async with (
         teacher_asleep(config, teachers),

@@ -24,6 +24,7 @@ from recipe_gkd.commands.doctor.student_checks import student_findings
 from recipe_gkd.commands.doctor.teacher_checks import teacher_findings
 from recipe_gkd.commands.doctor.versions import version_findings
 from recipe_gkd.config import Config
+from recipe_gkd.config.data_types import with_data_types
 from recipe_gkd.preflight import with_model_path
 
 
@@ -34,6 +35,7 @@ def static_findings(config: Config) -> Iterator[Finding]:
         config: Valid configuration of the run.
     """
     device = device_of(config)
+    config = with_data_types(config, device)
     yield from findings_of("versions", partial(version_findings, device))
     yield from findings_of("devices", partial(device_findings, config, device))
     yield from findings_of("shared memory", partial(shared_memory_findings, config, device))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from recipe_gkd.commands.doctor.findings import Finding, findings_of, problems_of
 from recipe_gkd.config import Config
+from recipe_gkd.config.data_types import conversion_warnings
 from recipe_gkd.model_files import Student
-from recipe_gkd.preflight import conversion_warnings, read_student
+from recipe_gkd.preflight import read_student
 
 _TEXT = "1 + 2 = 3"
 
@@ -26,7 +27,7 @@ def student_findings(config: Config) -> tuple[Student | None, list[Finding]]:
     student = students[0] if students else None
     if student is not None:
         found += findings_of("tokenizer", lambda: [_tokenizer_finding(student)])
-        warnings = conversion_warnings(config, student.path)
+        warnings = conversion_warnings(config)
         same = f"the actor and the rollout engines use {config.actor_rollout_ref.actor.dtype}"
         found += problems_of("data types", warnings, otherwise=same, severity="warning")
     return student, found

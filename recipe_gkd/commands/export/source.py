@@ -16,6 +16,7 @@ from recipe_gkd.checkpoints.newest import find_checkpoint
 from recipe_gkd.checkpoints.run_folder import CONFIG
 from recipe_gkd.config import Config
 from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.data_types import with_data_types
 from recipe_gkd.config.keys import FSDP, LORA, MEGATRON, MODEL, MODEL_PATH, STRATEGY
 from recipe_gkd.config.load import to_config
 from recipe_gkd.errors import CheckpointError, ConfigError, ModelError
@@ -73,7 +74,7 @@ def find_source(checkpoint: Path, model: Path | None = None, config_file: Path |
             names=("config.json",),
         )
     OmegaConf.update(settings, MODEL_PATH, str(path))
-    return Source(checkpoint=folder, config=to_config(settings), model=path)
+    return Source(checkpoint=folder, config=with_data_types(to_config(settings), "cuda"), model=path)
 
 
 def with_float32(source: Source) -> Source:

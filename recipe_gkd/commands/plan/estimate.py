@@ -10,6 +10,7 @@ from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.actor.student_dims import StudentDims
 from recipe_gkd.commands.plan.activations import MicroBatchMemory, micro_batch_memory, micro_batch_tokens
 from recipe_gkd.config.conditions import max_sequences
+from recipe_gkd.config.data_types import with_data_types
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.support import Support
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
@@ -89,6 +90,7 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
         ModelError: The student's ``config.json`` cannot be read or is not supported.
         ConfigError: ``lora.target_modules`` names no layer of the student.
     """
+    config = with_data_types(config, device)
     settings, data = config.actor_rollout_ref, config.data
     actor, dims = read_actor_memory(config), read_student_dims(settings.model.path, config)
     top_k = min(settings.teacher.top_k or _DEFAULT_TOP_K, dims.vocab_size)

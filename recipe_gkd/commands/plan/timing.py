@@ -23,6 +23,7 @@ from recipe_gkd.commands.plan.rooflines import (
     scoring_seconds,
 )
 from recipe_gkd.commands.plan.update_timing import model_flops, n_actor_ranks, update_parts
+from recipe_gkd.config.data_types import with_data_types
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.staleness import MAX_STALENESS, staleness_bound
 from recipe_gkd.config.weight_transport import weight_transport
@@ -126,6 +127,7 @@ def estimate_timing(
         what = "--timing predicts runs on GPUs; got trainer.device=cpu"
         raise ConfigError(what, remedy="set trainer.device=cuda", keys=("--timing", "trainer.device"))
     name = device_name or _gpu_name()
+    config = with_data_types(config, "cuda")
     settings = config.actor_rollout_ref
     dims = read_student_dims(settings.model.path, config)
     for model in [dims] if teacher is None else [dims, teacher.dims]:

@@ -21,6 +21,10 @@ from recipe_gkd.config.schema.unused import (
 from teacher.common.head_dtype import HeadDtype
 
 MAX_LORA_RANK = 1 << 14
+_AUTO_DTYPE = (
+    "`auto`: `bfloat16`, or `float32` on a CPU without instructions for it (AVX512-BF16 or AMX), which would be many "
+    "times slower; a resumed run keeps its type."
+)
 
 
 def _without_hf_model(parts: Any) -> Any:
@@ -32,7 +36,7 @@ CheckpointPart = Literal["model", "optimizer", "extra"]
 DecayStyle = Literal["constant", "linear", "cosine"]
 SavedPart = Literal[CheckpointPart, "hf_model"]
 LoadedParts = Annotated[list[CheckpointPart], BeforeValidator(_without_hf_model)]
-TrainingDtype = Literal["bfloat16", "float32"]
+TrainingDtype = Literal["auto", "bfloat16", "float32"]
 Strategy = Literal["megatron", "fsdp"]
 ActorState = Literal["params", "grads", "optimizer"]
 WarmupSteps = Annotated[int, BeforeValidator(lambda value: -1 if value is None else value)]
@@ -100,7 +104,7 @@ class MegatronConfig:
         "Shard the optimizer state over the data-parallel ranks.", unused=[NO_MEGATRON]
     )
     dtype: TrainingDtype = key(
-        "Data type of weights and activations. The optimizer keeps float32 copies.", unused=[NO_MEGATRON]
+        f"Data type of weights and activations. The optimizer keeps float32 copies. {_AUTO_DTYPE}", unused=[NO_MEGATRON]
     )
     transformer_impl: TransformerImpl = key(
         "Modules of the layers. `transformer_engine`: modules of Transformer Engine, which must be usable. `local`: "
@@ -141,7 +145,7 @@ class FsdpConfig:
 
     dtype: TrainingDtype = key(
         "Data type of weights and activations in the forward and backward pass. The sharded weights, the reduction of "
-        "the gradient and the optimizer are float32.",
+        f"the gradient and the optimizer are float32. {_AUTO_DTYPE}",
         unused=[NO_FSDP],
     )
     fsdp_size: int = key(
@@ -283,7 +287,7 @@ class ActorConfig:
 
     @property
     def dtype(self) -> TrainingDtype:
-        """Data type of weights and activations in training."""
+        """Data type of weights and activations in training. :mod:`recipe_gkd.config.data_types` replaces ``auto``."""
         return self.megatron.dtype if self.strategy == "megatron" else self.fsdp_config.dtype
 
     @property

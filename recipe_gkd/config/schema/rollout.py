@@ -84,7 +84,7 @@ class RolloutEngineConfig:
     top_p: float = key("Nucleus sampling threshold. 1: disabled.", unused=[GREEDY], gt=0, le=1)
     top_k: int = key("Number of most likely tokens to sample from. -1 or 0: all.", unused=[GREEDY], ge=-1, le=MAX_INT32)
     dtype: RolloutDtype = key(
-        "Data type of the rollout engine. `auto`: the type in the model's config, or 16 bits if that is float32."
+        "Data type of the rollout engines. `auto`: that of the actor, so that both compute the same log-probabilities."
     )
     gpu_memory_utilization: float = key(
         "Fraction of a GPU's memory that vLLM uses. With `hybrid_engine` it must leave room for the actor's states "

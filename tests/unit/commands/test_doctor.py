@@ -148,7 +148,7 @@ class TestDoctor:
         for name in ("WANDB_API_KEY", "WANDB_MODE", "RAY_TMPDIR"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("TMPDIR", "/" + "x" * 50)
-        faults = {"trainer.logger": "[console,wandb]", "actor_rollout_ref.rollout.dtype": "auto"}
+        faults = {"trainer.logger": "[console,wandb]", "actor_rollout_ref.rollout.dtype": "bfloat16"}
         status, found = run(capsys, keys | faults)
         assert status == 1
         assert_problem(found, "loggers", "no API key was found", "set WANDB_MODE=offline")

@@ -14,7 +14,7 @@ from recipe_gkd.commands.plan.estimate import estimate_run
 from recipe_gkd.config import Config
 from recipe_gkd.memory_budget.actor_states import read_actor_memory
 from recipe_gkd.memory_budget.phases import CUDA_GRAPH_BYTES, ENGINE_CONTEXT_BYTES
-from tests._support.base_config import base_config
+from tests._support.base_config import gpu_config
 
 GIB = 1 << 30
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -43,7 +43,7 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(student: Path) -> Config:
-    return base_config(f"actor_rollout_ref.model.path={student}", "trainer.n_gpus_per_node=4", f"{ACTOR}.timeout_s=60")
+    return gpu_config(f"actor_rollout_ref.model.path={student}", "trainer.n_gpus_per_node=4", f"{ACTOR}.timeout_s=60")
 
 
 def parts(config: Config, pool: str, memory: int | None = 80 * GIB) -> dict[str, float]:

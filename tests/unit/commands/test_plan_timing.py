@@ -39,7 +39,7 @@ from recipe_gkd.errors import ConfigError
 from recipe_gkd.memory_budget.actor_states import read_actor_memory
 from recipe_gkd.metrics.advice.step_time_model import step_bound
 from recipe_gkd.metrics.device_peaks import MEMORY_TB_PER_S, PEAKS, memory_tb_per_s
-from tests._support.base_config import base_config
+from tests._support.base_config import gpu_config
 from tests._support.errors import raises
 from tests._support.repository import REPO
 from tests.unit.test_doc_commands import commands_of
@@ -98,7 +98,7 @@ def device() -> DeviceRates:
 
 
 def config_of(student: Path, *overrides: str) -> Config:
-    return base_config(f"actor_rollout_ref.model.path={student}", *overrides)
+    return gpu_config(f"actor_rollout_ref.model.path={student}", *overrides)
 
 
 def predict(config: Config, teacher: Path | None, n_teacher_gpus: int = 1) -> TimingEstimate:

@@ -222,7 +222,7 @@ class TestValidation:
         for size in (-1, 1, 2, 3, 6):
             base_config(*pool, f"{FSDP}.fsdp_size={size}")
 
-    @pytest.mark.parametrize(("strategy", "dtype"), [("megatron", "bfloat16"), ("fsdp", "float32")])
+    @pytest.mark.parametrize(("strategy", "dtype"), [("megatron", "auto"), ("fsdp", "float32")])
     def test_dtype_of_actor_is_that_of_its_backend(self, strategy: str, dtype: str) -> None:
         config = base_config(f"{STRATEGY}={strategy}", f"{FSDP}.dtype=float32")
         assert config.actor_rollout_ref.actor.dtype == dtype

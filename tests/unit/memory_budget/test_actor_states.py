@@ -10,7 +10,7 @@ from recipe_gkd.actor.megatron.lora_table import adapted_weights
 from recipe_gkd.actor.megatron.model_dims import ModelDims, Rope
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.memory_budget.actor_states import fsdp_states, megatron_states
-from tests._support.base_config import base_config
+from tests._support.base_config import gpu_config
 from tests._support.tiny_models import ACTOR, MEGATRON
 
 FSDP = f"{ACTOR}.strategy=fsdp"
@@ -31,7 +31,7 @@ EXPERTS = 4 * 8 * 3 * 512 * 256
 
 
 def stages(dims: ModelDims, *overrides: str, ranks: int = 1) -> list[dict[str, float]]:
-    config = base_config(f"trainer.n_gpus_per_node={ranks}", *(f"{MEGATRON}.{each}" for each in overrides))
+    config = gpu_config(f"trainer.n_gpus_per_node={ranks}", *(f"{MEGATRON}.{each}" for each in overrides))
     return [dict(stage) for stage in megatron_states(dims, config.actor_rollout_ref.actor.megatron, ranks)]
 
 
@@ -75,7 +75,7 @@ class TestMegatronStates:
 
     def test_adapters_are_the_only_trained_parameters(self) -> None:
         """Factors of rank 4: A has the inputs of a layer, B its outputs. Each layer is divided on one side only."""
-        config = base_config("trainer.n_gpus_per_node=4", f"{MEGATRON}.tensor_model_parallel_size=2", BF16, LORA)
+        config = gpu_config("trainer.n_gpus_per_node=4", f"{MEGATRON}.tensor_model_parallel_size=2", BF16, LORA)
         actor = config.actor_rollout_ref.actor
         inputs_and_outputs = [(256, 256 / 2), (256, 128 / 2), (256, 128 / 2), (256 / 2, 256)]  # q, k, v, o
         inputs_and_outputs += [(256, 512 / 2), (256, 512 / 2), (512 / 2, 256)]
@@ -85,7 +85,7 @@ class TestMegatronStates:
         assert found == [{"params": 2 * (base + adapters), "grads": 4 * adapters, "optimizer": 12 * adapters / 2}]
 
     def test_experts_have_no_adapters(self) -> None:
-        config = base_config(LORA, f"{ACTOR}.lora.target_modules=[q_proj]")
+        config = gpu_config(LORA, f"{ACTOR}.lora.target_modules=[q_proj]")
         actor = config.actor_rollout_ref.actor
         [found] = megatron_states(MOE, actor.megatron, 1, adapted_weights(MOE, actor.lora))
         assert found["grads"] == 4 * 4 * 4 * (256 + 256)
@@ -95,11 +95,11 @@ class TestFsdpStates:
     def test_ranks_that_share_a_copy_divide_rows(self) -> None:
         shapes = [(5, 10), (3,)]
         for fsdp_size, n in ((-1, 2 * 10 + 1), (2, 3 * 10 + 2), (1, 53)):
-            config = base_config(FSDP, f"{ACTOR}.fsdp_config.fsdp_size={fsdp_size}", "trainer.n_gpus_per_node=4")
+            config = gpu_config(FSDP, f"{ACTOR}.fsdp_config.fsdp_size={fsdp_size}", "trainer.n_gpus_per_node=4")
             found = fsdp_states(shapes, [], config.actor_rollout_ref.actor, 4)
             assert found == {"params": 4 * n, "grads": 4 * n, "optimizer": 8 * n}
 
     def test_frozen_weights_have_neither_gradients_nor_optimizer_state(self) -> None:
-        config = base_config(FSDP, f"{ACTOR}.fsdp_config.dtype=bfloat16")
+        config = gpu_config(FSDP, f"{ACTOR}.fsdp_config.dtype=bfloat16")
         found = fsdp_states([(100, 10)], [(2, 10), (100, 2)], config.actor_rollout_ref.actor, 1)
         assert found == {"params": 2 * 1000 + 4 * 220, "grads": 4 * 220, "optimizer": 8 * 220}

@@ -14,7 +14,7 @@ from recipe_gkd.errors import DeadlineError, MemoryBudgetError
 from recipe_gkd.memory_budget import check, phases
 from recipe_gkd.memory_budget.actor_states import ActorMemory
 from teacher.common.sizes import GIB
-from tests._support.base_config import base_config
+from tests._support.base_config import gpu_config
 from tests._support.errors import raises
 
 HYBRID = ("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync")
@@ -39,7 +39,7 @@ class TestCheckBudget:
         monkeypatch.setattr(check, "placement_group_table", lambda _: table)
         monkeypatch.setattr(check, "run_on_node", run_on_node)
         monkeypatch.setattr(phases, "read_actor_memory", lambda _: STUDENT)
-        asyncio.run(check.check_budget(base_config(*overrides), "cpu", POOLS, timeout_s=0.2))
+        asyncio.run(check.check_budget(gpu_config(*overrides), "cpu", POOLS, timeout_s=0.2))
         return calls
 
     def test_table_is_logged(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

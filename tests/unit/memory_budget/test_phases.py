@@ -12,7 +12,7 @@ from recipe_gkd.memory_budget import phases
 from recipe_gkd.memory_budget.actor_states import ActorMemory
 from recipe_gkd.memory_budget.phases import check_memory_budget, engine_overhead, phase_memory
 from teacher.common.sizes import GIB
-from tests._support.base_config import base_config
+from tests._support.base_config import gpu_config
 from tests._support.errors import raises
 from tests._support.tiny_models import ACTOR, MEGATRON
 
@@ -30,7 +30,7 @@ def parts(
     *overrides: str, device: str = "cuda", student: ActorMemory = STUDENT, memory: int | None = 80 * GIB
 ) -> list[dict[str, float]]:
     """Return the parts of sync, generate and update, in GiB."""
-    config = base_config(*HYBRID, f"{ROLLOUT}.update_weights_bucket_megabytes=512", *overrides)
+    config = gpu_config(*HYBRID, f"{ROLLOUT}.update_weights_bucket_megabytes=512", *overrides)
     found = phase_memory(config, device, student, memory)
     assert [each.phase for each in found] == ["sync", "generate", "update"]
     return [{name: size / GIB for name, size in each.parts.items()} for each in found]
@@ -80,7 +80,7 @@ class TestEngineOverhead:
 
     def names(self, *overrides: str, device: str = "cuda") -> list[list[str]]:
         """Return the names of the parts in sync, generate and update."""
-        config = base_config(*HYBRID, *overrides)
+        config = gpu_config(*HYBRID, *overrides)
         found = phase_memory(config, device, STUDENT, 80 * GIB)
         return [list(engine_overhead(config, device, each)) for each in found]
 
@@ -105,7 +105,7 @@ class TestCheckMemoryBudget:
         monkeypatch.setattr(phases, "read_actor_memory", lambda _: STUDENT)
 
     def check(self, memory: dict[str, int], *overrides: str, device: str = "cuda") -> str:
-        return check_memory_budget(base_config(*HYBRID, *overrides), device, memory)
+        return check_memory_budget(gpu_config(*HYBRID, *overrides), device, memory)
 
     def refusal(self, memory: dict[str, int], *overrides: str, device: str = "cuda") -> Mapping[str, tuple[str, ...]]:
         """Return the keys to change of each phase that does not fit."""
