@@ -14,7 +14,7 @@
 #   TEACHER_STEPS (500), the number of steps of the teacher's own training.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/foreground.bash
 source launch/stages.bash
 

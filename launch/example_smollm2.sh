@@ -15,7 +15,7 @@
 # Environment: EXAMPLE_DIR (outputs/smollm2), PROXY_FRONTEND_PORT (15565), PROXY_BACKEND_PORT (15566).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/foreground.bash
 source launch/stages.bash
 

@@ -8,7 +8,7 @@
 # (names for gpu_smoke --only and benchmarks/gpu.py --only).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
 device=${DEVICE:-cuda}

@@ -8,7 +8,7 @@
 # Versions of the existing files are kept where they fit; delete a line, or the file, to get newer ones. The package
 # index is the one that uv is configured to use (UV_DEFAULT_INDEX). PYTHON=python3.11 chooses the interpreter for gpu.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 uv_version=0.13.9
 

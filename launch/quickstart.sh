@@ -21,7 +21,7 @@
 #   N_WORKERS (1).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/foreground.bash
 source launch/stages.bash
 

@@ -7,7 +7,7 @@
 # PYTHON (.venv/bin/python, or python3).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 source launch/foreground.bash

@@ -15,7 +15,7 @@
 # NCCL_, GLOO_, TORCH_, PYTORCH_ or VLLM_ reach all workers (docs/cluster.md, "On a cluster").
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 STUDENT=$(from_caller "${STUDENT:?}") TRAIN_FILES=$(from_caller "${TRAIN_FILES:?}") AUTH_DIR=$(from_caller "${AUTH_DIR:?}")

@@ -12,7 +12,7 @@
 # Variables of this shell that start with NCCL_, GLOO_, TORCH_, PYTORCH_ or VLLM_ reach all workers.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in -h|--help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 CKPT_PATH=$(from_caller "${CKPT_PATH:?the folder of the teacher model}") AUTH_DIR=$(from_caller "${AUTH_DIR:-}")

@@ -14,7 +14,7 @@
 # Ctrl-C or SIGTERM ends the training and both nodes. They also end if this script is killed.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 refuse() { echo "run_two_nodes_here.sh: $*" >&2; exit 2; }
 

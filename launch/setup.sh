@@ -5,7 +5,7 @@
 #   bash launch/setup.sh --check    exit with status 0 if it is done, else 1; set up nothing
 # PYTHON=python3.11 chooses the interpreter. INSTALLER=pip installs with pip, which takes three times as long as uv.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 check=0
 case "${1:-}" in

@@ -5,7 +5,7 @@
 #     --all   the slow tests too
 #     -n 0    (an argument of pytest) one test after the other
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 case "${1:-}" in
   -h|--help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipe_gkd.checkpoints.folders import TRAINER, damage, final_folder
+from recipe_gkd.checkpoints.folders import TRAINER, damage, final_folder, steps_of
 from recipe_gkd.checkpoints.model_identity import Difference, describe_differences, differences
 from recipe_gkd.checkpoints.newest import candidates
 from recipe_gkd.checkpoints.run_folder import CONFIG, folder_of
@@ -56,8 +56,9 @@ class ResumePoint:
 def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
     """Return the checkpoints that the run can resume from, in order of preference.
 
-    ``trainer.resume_mode`` determines them. With ``auto``, damaged checkpoints are skipped with a warning. The list has
-    several entries, because only the actors can find damaged shards.
+    ``trainer.resume_mode`` determines them. With ``auto``, damaged checkpoints are skipped with a warning, and
+    ``trainer.resume_from_path`` counts if the run has none. The list has several entries, because only the actors can
+    find damaged shards.
 
     Args:
         expected: Progress of a new run on the same data. A checkpoint must fit its data, and with ``auto`` its model.
@@ -72,18 +73,9 @@ def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
     trainer = config.trainer
     if trainer.resume_mode == "disable":
         return []
-    if trainer.resume_mode == "resume_path":
-        folder = Path(trainer.resume_from_path or "")
-        if found := damage(folder):
-            raise CheckpointError(
-                f"{folder} is not a complete checkpoint ({found.reason})", remedy=CHOOSE_ANOTHER, path=found.path
-            )
-        progress = read_progress(folder, expected=expected)
-        if changes := _model_changes(progress, expected):
-            text = describe_differences(changes)
-            log.warning("%s was made from another model, and continues with its own weights: %s", folder, text)
-        return [ResumePoint(folder, replace(progress, model=expected.model))]
     root = folder_of(trainer)
+    if trainer.resume_from_path is not None and (trainer.resume_mode == "resume_path" or not steps_of(root)):
+        return [_chosen_point(Path(trainer.resume_from_path), expected)]
     points: list[ResumePoint] = []
     damaged: dict[Path, CheckpointError] = {}
     for folder in _candidates(root):
@@ -105,6 +97,19 @@ def resume_points(config: Config, expected: Progress) -> list[ResumePoint]:
     if damaged and not points:
         raise _all_damaged(f"no checkpoint in {root} can be used", root, damaged)
     return points
+
+
+def _chosen_point(folder: Path, expected: Progress) -> ResumePoint:
+    """Return the checkpoint that the user has chosen. It may have been made from another model."""
+    if found := damage(folder):
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint ({found.reason})", remedy=CHOOSE_ANOTHER, path=found.path
+        )
+    progress = read_progress(folder, expected=expected)
+    if changes := _model_changes(progress, expected):
+        text = describe_differences(changes)
+        log.warning("%s was made from another model, and continues with its own weights: %s", folder, text)
+    return ResumePoint(folder, replace(progress, model=expected.model))
 
 
 def _all_damaged(what: str, root: Path, damaged: Mapping[Path, CheckpointError]) -> CheckpointError:

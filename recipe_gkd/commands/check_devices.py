@@ -14,12 +14,10 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from omegaconf import OmegaConf
-
 from recipe_gkd.actor.environment import worker_environment as actor_environment
 from recipe_gkd.commands.arguments import command_parser
 from recipe_gkd.config import Config
-from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.compose import compose_config, fill_missing_keys
 from recipe_gkd.config.load import to_config
 from recipe_gkd.config.startup import startup_timeout_s
 from recipe_gkd.config.validate import validate
@@ -66,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = command_parser("check-devices", __doc__).parse_intermixed_args(argv)
     try:
         composed = compose_config(arguments.config_name, arguments.overrides, arguments.config_dir)
-        for key in OmegaConf.missing_keys(composed):  # paths of data and model, which this command does not open
-            OmegaConf.update(composed, key, "none")
+        fill_missing_keys(composed)  # paths of data and model, which this command does not open
         config = to_config(composed)
         validate(config)
         with connected_cluster(config):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,40 @@ def compose_accepted(name: str, overrides: Sequence[str], folder: Path) -> DictC
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             search_path = [] if folder == config_dir() else [f"hydra.searchpath=[file://{config_dir()}]"]
             return compose(name, overrides=[*search_path, *overrides])
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: a group that is not a name
         what = f"{name}.yaml cannot be composed with these overrides: {one_line(error)}"
         key = error.full_key if isinstance(error, OmegaConfBaseException) else None
         raise ConfigError(what, keys=(key,) if key else ()) from error
+
+
+def missing_keys(composed: DictConfig) -> list[str]:
+    """Return the keys without a value, sorted.
+
+    Raises:
+        ConfigError: An interpolation cannot be resolved.
+    """
+    with interpolation_errors():
+        return sorted(OmegaConf.missing_keys(composed))
+
+
+@contextmanager
+def interpolation_errors() -> Iterator[None]:
+    """Raise a :class:`ConfigError` for an interpolation that OmegaConf cannot resolve in the context."""
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        what = f"an interpolation in the configuration cannot be resolved: {one_line(error)}"
+        raise ConfigError(what, keys=(error.full_key,) if error.full_key else ()) from error
+
+
+def fill_missing_keys(composed: DictConfig) -> None:
+    """Give the keys without a value the text ``none``, for a command that does not read them.
+
+    Raises:
+        ConfigError: An interpolation cannot be resolved.
+    """
+    for key in missing_keys(composed):
+        OmegaConf.update(composed, key, "none")
 
 
 def _check_file(name: str, folder: Path) -> None:

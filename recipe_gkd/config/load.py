@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -89,8 +88,13 @@ def to_config(composed: DictConfig) -> Config:
 
 def _convert(composed: DictConfig) -> tuple[Config | None, list[ConfigError]]:
     """Return the configuration, or None and the errors of its keys and values."""
-    missing = sorted(OmegaConf.missing_keys(composed))
-    problems = []
+    problems: list[ConfigError] = []
+    try:
+        missing = compose.missing_keys(composed)
+        with compose.interpolation_errors():
+            values = OmegaConf.to_container(composed, resolve=True)
+    except ConfigError as error:
+        return None, [error]
     if missing:
         problems.append(
             ConfigError(
@@ -100,11 +104,6 @@ def _convert(composed: DictConfig) -> tuple[Config | None, list[ConfigError]]:
                 keys=tuple(missing),
             )
         )
-    try:
-        values = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException as error:
-        what = f"an interpolation in the configuration cannot be resolved: {compose.one_line(error)}"
-        return None, [*problems, ConfigError(what, keys=(error.full_key,) if error.full_key else ())]
     try:
         config: Config = TypeAdapter(Config).validate_python(values)
     except ValidationError as error:

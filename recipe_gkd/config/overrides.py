@@ -140,7 +140,7 @@ def _conflicts(overrides: Sequence[str], checked: Sequence[CheckedOverrides]) ->
     problems = []
     for key, by_name in values.items():
         texts, found = zip(*by_name.values(), strict=True)
-        if any(value != found[0] for value in found):
+        if any(value != found[0] for value in found[1:]):
             problems.append(
                 ConfigError(
                     f"{' and '.join(texts)} set {key} to different values",

@@ -144,10 +144,11 @@ def _ray(config: Config) -> Iterator[ConfigError]:
 
 def _resume(config: Config) -> Iterator[ConfigError]:
     trainer, checkpoint = config.trainer, config.actor_rollout_ref.actor.checkpoint
-    if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
+    mode, has_path = trainer.resume_mode, trainer.resume_from_path is not None
+    if (mode == "resume_path" and not has_path) or (mode == "disable" and has_path):
         yield ConfigError(
-            f"trainer.resume_mode={trainer.resume_mode} with trainer.resume_from_path={trainer.resume_from_path}: "
-            "resume_path needs a folder, and the other modes do not take one",
+            f"trainer.resume_mode={mode} with trainer.resume_from_path={trainer.resume_from_path}: resume_path needs a "
+            "folder, and disable does not take one",
             remedy="change one of the two",
             keys=("trainer.resume_mode", "trainer.resume_from_path"),
         )

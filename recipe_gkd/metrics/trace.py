@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from recipe_gkd.runtime.previous_files import keep_previous
+
 log = logging.getLogger(__name__)
 
 OPEN = float("inf")  # end of a span that is still open
@@ -53,8 +55,7 @@ class TraceFile:
         self._file: TextIO | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_file():
-                path.replace(_free_name(path))
+            keep_previous(path)
             self._file = path.open("w", buffering=1)
         except OSError as error:
             log.warning("there is no trace: trainer.trace_file=%s cannot be written: %s", path, error)
@@ -144,12 +145,6 @@ class TraceFile:
             with suppress(OSError):  # closing writes the buffer, which fails again
                 self._file.close()
         self._file = None
-
-
-def _free_name(path: Path) -> Path:
-    """Return the first free name for an earlier trace. A run may start often, and each part is kept."""
-    names = (path.with_suffix(f".previous{number}{path.suffix}") for number in ("", *range(2, 1_000_000)))
-    return next(name for name in names if not name.exists())
 
 
 def _title(name: str, args: dict[str, object]) -> str:

@@ -21,7 +21,7 @@ from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, render
 from recipe_gkd.commands.model_folder import model_folder
 from recipe_gkd.commands.sampled_responses import SampledModel, sample_responses
 from recipe_gkd.config import Config
-from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.compose import compose_config, fill_missing_keys
 from recipe_gkd.config.conditions import has_reward
 from recipe_gkd.config.environments import conversation_problems
 from recipe_gkd.config.load import to_config
@@ -264,8 +264,7 @@ def build_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
         OmegaConf.update(composed, "custom_reward_function.path", path)
         if name is not None:  # otherwise the configuration's, like in the training
             OmegaConf.update(composed, "custom_reward_function.name", name)
-    for key in OmegaConf.missing_keys(composed):  # training data and model of a run
-        OmegaConf.update(composed, key, "none")
+    fill_missing_keys(composed)  # training data and model of a run
     config = to_config(composed)
     if problems := list(conversation_problems(config)):
         raise ConfigError.joined(problems)

@@ -15,7 +15,7 @@ from yaml import YAMLError
 from recipe_gkd.checkpoints.newest import find_checkpoint
 from recipe_gkd.checkpoints.run_folder import CONFIG
 from recipe_gkd.config import Config
-from recipe_gkd.config.compose import compose_config
+from recipe_gkd.config.compose import compose_config, fill_missing_keys
 from recipe_gkd.config.data_types import with_data_types
 from recipe_gkd.config.keys import FSDP, LORA, MEGATRON, MODEL, MODEL_PATH, STRATEGY
 from recipe_gkd.config.load import to_config
@@ -131,6 +131,5 @@ def _composed(values: dict[str, Any]) -> DictConfig:
     composed = compose_config("on_policy_distill_trainer")
     for key, value in values.items():
         OmegaConf.update(composed, key, value)
-    for key in OmegaConf.missing_keys(composed):
-        OmegaConf.update(composed, key, "none")
+    fill_missing_keys(composed)
     return composed

@@ -35,22 +35,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in given.only or () if name not in BY_NAME]:
         print(f"error: --only: got {', '.join(unknown)}, expected names of {', '.join(BY_NAME)}", file=sys.stderr)
         return 2
+    if given.json:  # before the checks, which take minutes
+        try:
+            given.json.parent.mkdir(parents=True, exist_ok=True)
+            given.json.touch()
+        except OSError as error:
+            print(f"error: --json: {given.json} cannot be written: {error}", file=sys.stderr)
+            return 2
     folder = Path(mkdtemp(prefix="gkd_smoke_"))
     installed = versions()
     outcomes: list[Outcome] = []
+    is_complete = False
     previous = signal.signal(signal.SIGTERM, _interrupt)  # a killed command must end the processes of its check
     try:
         print(versions_line(installed), flush=True)
         for outcome in run_checks(given.device, given.only, installed, folder):
             outcomes.append(outcome)
             print(table_row(outcome), flush=True)
+        is_complete = True
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
         if given.json:
-            given.json.write_text(json.dumps(report(given.device, installed, outcomes), indent=1) + "\n")
+            content = report(given.device, installed, outcomes, is_complete=is_complete)
+            given.json.write_text(json.dumps(content, indent=1) + "\n")
         failed = any(outcome.status == "FAILED" for outcome in outcomes)
         if not failed:
             shutil.rmtree(folder, ignore_errors=True)
@@ -101,10 +111,17 @@ def summary(outcomes: Sequence[Outcome], folder: Path) -> str:
     return f"\n{text}; logs and files are in {folder}" if counts["FAILED"] else f"\n{text}"
 
 
-def report(device: str, installed: dict[str, Any], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the content of the JSON file."""
+def report(
+    device: str, installed: dict[str, Any], outcomes: Sequence[Outcome], *, is_complete: bool = True
+) -> dict[str, Any]:
+    """Return the content of the JSON file.
+
+    Args:
+        is_complete: False if the command was interrupted, so that it has not passed.
+    """
     return {
-        "passed": bool(outcomes) and all(outcome.status != "FAILED" for outcome in outcomes),
+        "passed": is_complete and bool(outcomes) and all(outcome.status != "FAILED" for outcome in outcomes),
+        "complete": is_complete,
         "device": device,
         "versions": installed,
         "checks": [outcome.to_json() for outcome in outcomes],

@@ -140,8 +140,11 @@ VERL = Project(
         ),
         other(
             "trainer.validation_data_dir",
+            advice="remove it: `validation/` in the run folder has the responses",
+        ),
+        other(
             "trainer.rollout_data_dir",
-            advice="remove it: `validation/` and `training/` in the run folder have the responses",
+            advice="remove it: only validation responses are written, to `validation/` in the run folder",
         ),
         same("trainer.profile_steps", key="trainer.profile.steps"),
         same("global_profiler.steps", key="trainer.profile.steps"),

@@ -50,6 +50,13 @@ def expand_home(value: str) -> str:
     return re.sub(r"(?:^|(?<=,))(\s*)(~[^,]*)", lambda match: match[1] + os.path.expanduser(match[2]), value)
 
 
+def not_empty(value: str) -> str:
+    """Return a text that is not empty. An empty one, such as of an unset variable, would mean another folder."""
+    if not value.strip():
+        raise ValueError("input should not be empty; is a variable unset?")
+    return value
+
+
 class PathUse(Enum):
     """Use of a path. It decides which relative paths of the command line belong to the caller's folder."""
 
@@ -65,7 +72,8 @@ class PathUse(Enum):
 
 UserPath = Annotated[str, AfterValidator(expand_home), PathUse.INPUT]
 """Path. Configurations are the only place where ``~`` is expanded, besides commands' arguments."""
-OutputPath = Annotated[str, AfterValidator(expand_home), PathUse.OUTPUT]
+OutputPath = Annotated[str, AfterValidator(not_empty), AfterValidator(expand_home), PathUse.OUTPUT]
+Name = Annotated[str, AfterValidator(not_empty)]
 SourcePath = Annotated[str, AfterValidator(expand_home), PathUse.SOURCE]
 DataPath = Annotated[str, AfterValidator(expand_home), PathUse.DATA]
 Files = Annotated[list[DataPath], BeforeValidator(_as_list)]

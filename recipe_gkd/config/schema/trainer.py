@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from recipe_gkd.config.durations import duration_s, to_clock
 from recipe_gkd.config.limits import MAX_CPUS, MAX_DEVICES, MAX_EPOCHS, MAX_NODES, MAX_STEPS
-from recipe_gkd.config.schema.fields import STRICT, OutputPath, SourcePath, UserPath, key, null_to_list, timeout
+from recipe_gkd.config.schema.fields import STRICT, Name, OutputPath, SourcePath, UserPath, key, null_to_list, timeout
 from recipe_gkd.config.schema.unused import NO_CHECKPOINTS, NO_TEACHER, NO_VALIDATION, needs, unused_with
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.runtime.user_code import split_spec
@@ -144,22 +144,23 @@ class TrainerConfig:
         "Destinations of the metrics. Any of `console`, `jsonl`, `tensorboard`, `wandb`, `mlflow`, `swanlab` (see "
         "docs/metrics.md), and `FILE.py:Name` for a logger class of your own (see docs/customization.md)."
     )
-    project_name: str = key(
+    project_name: Name = key(
         "Project name. Part of `default_local_dir` and of the TensorBoard folder; project or experiment of the "
         "tracking services."
     )
-    experiment_name: str = key(
+    experiment_name: Name = key(
         "Experiment name. Part of `default_local_dir` and of the TensorBoard folder; name of the run at the tracking "
         "services."
     )
     default_local_dir: OutputPath = key("Run folder: checkpoints, logs, metrics and the trained model.")
     resume_mode: ResumeMode = key(
         "Starting point of the run. `auto`: the last complete checkpoint in `default_local_dir` if there is one, where "
-        "damaged checkpoints are skipped with a warning; `resume_path`: the checkpoint at `resume_from_path`; "
-        "`disable`: the model folder."
+        "damaged checkpoints are skipped with a warning, else the checkpoint at `resume_from_path` if it is set; "
+        "`resume_path`: the checkpoint at `resume_from_path`; `disable`: the model folder."
     )
     resume_from_path: UserPath | None = key(
-        "Checkpoint folder (`.../global_step_N`) to resume from. Used if `resume_mode` is `resume_path`."
+        "Checkpoint folder (`.../global_step_N`) to resume from. With `resume_mode=auto` only until the run has saved "
+        "a checkpoint, so that the same command can be repeated after a failure."
     )
     startup_timeout_s: float | None = timeout(
         "each phase of the start of all workers, in seconds. null: 600 on a CPU, and 1800 on CUDA, where vLLM, Triton "

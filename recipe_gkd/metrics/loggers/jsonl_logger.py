@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 
 from recipe_gkd.metrics.loggers.line_file import LineFile
 from recipe_gkd.metrics.loggers.logger_interface import GLOBAL_STEP
+from recipe_gkd.runtime.previous_files import keep_previous
+
+log = logging.getLogger(__name__)
 
 
 class JsonlLogger:
@@ -21,7 +25,12 @@ class JsonlLogger:
     """
 
     def __init__(self, path: Path, completed_steps: int) -> None:
-        """Open the file and remove the lines after step ``completed_steps``."""
+        """Open the file, and remove the lines after step ``completed_steps``. 0: rename an earlier file."""
+        if not completed_steps:
+            try:
+                keep_previous(path)
+            except OSError as error:
+                log.warning("%s of an earlier run is overwritten, because it cannot be renamed: %s", path, error)
         self._file = LineFile(path, lambda line: bool(completed_steps) and _step_of(line) <= completed_steps)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

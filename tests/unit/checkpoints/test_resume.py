@@ -55,6 +55,15 @@ def test_resume_points_start_at_latest(tmp_path: Path) -> None:
     assert steps(tmp_path, "trainer.resume_mode=resume_path", chosen) == [12]
 
 
+def test_chosen_checkpoint_is_the_start_of_a_repeated_command_until_the_run_has_saved_one(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path / "other", 12)
+    chosen = f"trainer.resume_from_path={tmp_path}/other/global_step_12"
+    assert steps(tmp_path / "run", chosen) == [12]
+    write_checkpoints(tmp_path / "run", 16)
+    assert steps(tmp_path / "run", chosen) == [16]
+    assert steps(tmp_path / "run", "trainer.resume_mode=resume_path", chosen) == [12]
+
+
 def empty(file: Path) -> None:
     file.write_text("")
 
@@ -326,6 +335,7 @@ class Command:
             "check_teachers": lambda *_: (),
             "identify_model": lambda *_: {"tokenizer": student.fingerprint},
             "connected_cluster": lambda _: nullcontext(),
+            "choose_device": lambda _: "cpu",
             "raise_on_signals": lambda: None,
             "train": self._train,
         }

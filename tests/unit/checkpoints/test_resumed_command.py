@@ -47,6 +47,7 @@ def start(
     monkeypatch.setattr(logging, "raiseExceptions", True)  # main sets it
     monkeypatch.setattr(run_module, "train", train)
     monkeypatch.setattr(run_module, "connected_cluster", lambda _: nullcontext())
+    monkeypatch.setattr(run_module, "choose_device", lambda _: "cpu")
     for module in (main_gkd, run_module):
         monkeypatch.setattr(module, "raise_on_signals", lambda: None)
     shutil.copytree(tiny_qwen2, tmp_path / "model")

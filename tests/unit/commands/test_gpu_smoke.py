@@ -206,7 +206,15 @@ class TestCommand:
         monkeypatch.setattr(command, "selected", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         status, ran = run({}, "--json", str(tmp_path / "out.json"))
         assert (status, ran) == (130, [MACHINE])
-        assert len(json.loads((tmp_path / "out.json").read_text())["checks"]) == 1
+        report = json.loads((tmp_path / "out.json").read_text())
+        assert len(report["checks"]) == 1 and (report["complete"], report["passed"]) == (False, False)
+
+    def test_results_that_cannot_be_written_are_refused_before_the_checks(
+        self, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").touch()
+        assert run({}, "--json", str(tmp_path / "file" / "out.json")) == (2, [])
+        assert "--json" in capsys.readouterr().err
 
 
 def test_versions_mark_a_vllm_for_cpus() -> None:

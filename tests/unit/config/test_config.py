@@ -130,6 +130,18 @@ class TestKeys:
 
 
 class TestValidation:
+    @pytest.mark.parametrize("override", ["data=null", "rollout=null", "hydra=null", "=3"])
+    def test_group_that_is_no_name_is_refused(self, override: str) -> None:
+        with pytest.raises(ConfigError, match="cannot be composed with these overrides"):
+            base_config(override)
+
+    def test_chosen_checkpoint_does_not_fit_a_start_from_the_model(self) -> None:
+        path = "trainer.resume_from_path=/x/global_step_4"
+        assert base_config(path).trainer.resume_mode == "auto"
+        assert rejected_keys("trainer.resume_mode=disable", path) == [
+            ("trainer.resume_mode", "trainer.resume_from_path")
+        ]
+
     @pytest.mark.parametrize(
         ("override", "others"),
         [
@@ -146,6 +158,12 @@ class TestValidation:
             (f"{MEGATRON}.override_transformer_config.moe_router_load_balancing_type=[aux_loss,sinkhorn]", ()),
             ("trainer.resume_mode=resume_path", ("trainer.resume_from_path",)),
             ("trainer.scheduler=n_step_off", ("trainer.max_staleness",)),
+            ("trainer.save_freq=nan", ()),
+            ("trainer.default_local_dir=", ()),
+            ("trainer.trace_file=", ()),
+            ("trainer.experiment_name=''", ()),
+            ("trainer.project_name=${trainer.nope}", ()),
+            ("trainer.default_local_dir=${oc.env:NO_SUCH_VARIABLE}", ()),
             ("trainer.test_freq=5", ("trainer.val_before_train", "data.val_files")),
             (f"{ROLLOUT}.timeout_s=.inf", ()),
             (f"{ROLLOUT}.val_kwargs.n=2", (f"{ROLLOUT}.val_kwargs.temperature",)),

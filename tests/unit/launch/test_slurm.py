@@ -47,6 +47,11 @@ def test_script_is_valid_and_has_help() -> None:
     assert shown.returncode == 0 and "sbatch" in shown.stdout and "set -euo" not in shown.stdout
 
 
+def test_start_from_the_model_in_a_folder_that_may_have_checkpoints_is_refused() -> None:
+    refused = run("trainer.resume_mode=disable", SLURM_SUBMIT_DIR=str(REPO))
+    assert refused.returncode == 2 and "another trainer.experiment_name" in refused.stderr
+
+
 def test_script_outside_of_a_job_is_refused() -> None:
     refused = run()
     assert refused.returncode == 1 and "submit it with: sbatch launch/slurm.sbatch" in refused.stderr

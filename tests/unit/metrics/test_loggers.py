@@ -69,6 +69,15 @@ class TestJsonlLogger:
         logger.close()
         assert [json.loads(line)["training/global_step"] for line in path.open()] == [1, 2, 3]
 
+    def test_new_run_keeps_the_metrics_of_earlier_ones_under_other_names(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        for value in range(3):
+            logger = JsonlLogger(path, completed_steps=0)
+            logger.log(1, {"value": value})
+            logger.close()
+        found = {file.name: json.loads(file.read_text())["value"] for file in tmp_path.iterdir()}
+        assert found == {"metrics.previous.jsonl": 0, "metrics.previous2.jsonl": 1, "metrics.jsonl": 2}
+
     def test_validation_before_resumed_run_joins_line_of_previous_step(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
         for completed_steps in (0, 2, 2):
