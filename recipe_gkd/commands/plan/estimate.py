@@ -12,7 +12,7 @@ from recipe_gkd.commands.plan.activations import MicroBatchMemory, micro_batch_m
 from recipe_gkd.config.conditions import max_sequences
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.support import Support
-from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
+from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory, sync_bytes
 from recipe_gkd.memory_budget.phases import ACTOR_PARTS, PhaseMemory, engine_overhead, phase_memory
 from recipe_gkd.rollout.limits import engine_length
 from teacher.common.sizes import GIB
@@ -103,7 +103,6 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
     excesses = [] if device_memory is None else list(_excesses(config, pools, device_memory, cache, dims))
     n_responses = data.train_batch_size * settings.rollout.n * max_sequences(config)
     longest = data.max_prompt_length + data.max_response_length
-    item = ITEM_BYTES[settings.actor.dtype]
     per_position = n_ids * (6 if settings.teacher.wire_dtype == "float16" else 8) + 4
     per_batch = max(1, micro_batch_tokens(config) // longest)
     return RunEstimate(
@@ -117,7 +116,7 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
         tokens=n_responses * longest,
         micro_batches=math.ceil(math.ceil(n_responses / data_parallel_size(config)) / per_batch),
         micro_batch_tokens=micro_batch_tokens(config),
-        sync_bytes=actor.n_weights * item,
+        sync_bytes=sync_bytes(config, actor),
         teacher_bytes=n_responses * data.max_response_length * per_position,
         n_ids=n_ids,
     )
