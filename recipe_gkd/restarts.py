@@ -25,7 +25,7 @@ from recipe_gkd.data.prompts import PromptLoader
 from recipe_gkd.errors import GkdError
 from recipe_gkd.hybrid import teacher_asleep
 from recipe_gkd.ray_cluster.connection import choose_device
-from recipe_gkd.runtime.run_log import FILE_ONLY, as_event
+from recipe_gkd.runtime.run_log import FILE_ONLY, FROM_MODEL_FOLDER, RESUMED, as_event
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.teachers.router import Teachers
 from recipe_gkd.trainer import RewardContext, Trainer
@@ -163,11 +163,11 @@ async def load_weights(
 
     if points:
         point = await load_first_usable(points, load, may_skip=config.trainer.resume_mode == "auto")
-        log.info("resumed from %s", point.folder, extra=as_event("load", step=point.progress.step))
+        log.info("%s %s", RESUMED, point.folder, extra=as_event("load", step=point.progress.step))
         best = read_best(root, config.trainer.best_metric, until=point.progress.step)
         start = ResumeState(point.progress, point.folder, best)
     else:
-        log.info("the weights come from the model folder", extra=FILE_ONLY | as_event("load", step=0))
+        log.info(FROM_MODEL_FOLDER, extra=FILE_ONLY | as_event("load", step=0))
         forget_best(root)
         start = ResumeState(plan.fresh)
     if (total_steps := plan.last_step(start.progress)) != plan.last_step(plan.progress):  # not the planned checkpoint

@@ -5,9 +5,11 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 import re
 import shlex
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +25,19 @@ from recipe_gkd.commands.report import main
 from recipe_gkd.commands.report.advice import advice_section
 from recipe_gkd.commands.report.command import write_report
 from recipe_gkd.commands.report.page import render_page
-from recipe_gkd.commands.report.run_files import read_run
+from recipe_gkd.commands.report.run_files import read_checkpoint, read_run
 from recipe_gkd.commands.report.samples import KL_STEPS, choose_prompts
 from recipe_gkd.commands.report.series import Series, duration, number, reduce_points, smooth
 from recipe_gkd.commands.report.settings import HIDDEN, hide_secrets
 from recipe_gkd.commands.report.stages import stage_times
-from recipe_gkd.commands.report.trace_spans import last_updates, read_spans
+from recipe_gkd.commands.report.trace_spans import find_trace, last_updates, read_spans, read_timeline
 from recipe_gkd.config.key_types import known_keys
+from recipe_gkd.errors import ConfigError
 from recipe_gkd.metrics.run_events import RunEvents
 from recipe_gkd.metrics.trace import TraceFile
+from recipe_gkd.runtime.run_log import FROM_MODEL_FOLDER, RESUMED
 from tests._support.browser import CHROMIUM, browser_page
+from tests._support.errors import raises
 from tests._support.repository import REPO
 from tests._support.waiting import wait_until
 
@@ -238,6 +243,32 @@ class TestFiles:
         assert run.last_step == 1 and "actor/loss" not in run.series
         assert any("1 line(s)" in note for note in run.notes) and any("actor/loss" in note for note in run.notes)
 
+    def test_files_after_the_last_step_are_left_out_or_marked(self, tmp_path: Path) -> None:
+        """A run that was started again from its beginning leaves validations and checkpoints of later steps."""
+        run = make_run(tmp_path / "run")
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(metrics_of(step))}\n" for step in range(1, 21)))
+        shutil.copytree(run / "global_step_60", run / "global_step_20")
+        read = read_run(run)
+        assert list(read.validations) == [0] and [record.step for record in read.checkpoints] == [20, 60]
+        cells = re.findall(r"<td>global_step_(\d+)(.*?)</td>", own_page(run), re.DOTALL)
+        assert [(step, "after the last step" in tags) for step, tags in cells] == [("60", True), ("20", False)]
+
+    def test_checkpoint_that_is_being_removed_is_described(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = make_run(tmp_path / "run")
+        folder, scandir = run / "global_step_60", os.scandir
+
+        def scan(path: Any) -> Any:
+            if isinstance(path, str | Path) and Path(path) == folder / "actor":
+                folder.rename(run / ".removing_global_step_60.0")
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", scan)
+        record = read_checkpoint(run, 60)
+        assert record.n_bytes == 0 and record.damage == "it does not exist"
+        assert read_checkpoint(run, 60).parts == ()
+
     def test_repeated_step_counts_once_with_its_last_value(self) -> None:
         series = Series.from_columns("x", [1, 2, 3, 2, 3], [1.0, 2.0, 3.0, 20.0, 30.0])
         assert series.steps.tolist() == [1, 2, 3] and series.values.tolist() == [1, 20, 30]
@@ -270,8 +301,29 @@ class TestAdvice:
         section = advice_section(read_run(run))
         assert section.count("<li") == 1 and "waits 2 s" in section and "<p>more processes</p>" in section
 
+    @pytest.mark.parametrize("start", [f"{RESUMED} /run/global_step_40", FROM_MODEL_FOLDER])
+    def test_advice_of_an_earlier_start_is_not_shown(self, start: str, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        advice = "10:00:01 I recipe_gkd.metrics.steps: the trainer waits 1 s, 90%, for rewards (idle: actor 1%); more"
+        (run / "run.log").write_text(f"{advice}\n10:09:00 I recipe_gkd: {start}\n")
+        section = advice_section(read_run(run))
+        assert "for rewards" not in section and "50%, for the teacher" in section
+
     def test_without_a_log_the_bottleneck_is_computed(self, tmp_path: Path) -> None:
         assert "50%, for the teacher" in advice_section(read_run(make_run(tmp_path / "run")))
+
+    @pytest.mark.parametrize(("looping", "is_truncated", "is_looping"), [(0, 1, 0), (0.08, 1, 1), (0.19, 0, 1)])
+    def test_longer_limit_is_not_advised_for_responses_that_loop(
+        self, looping: float, is_truncated: bool, is_looping: bool, tmp_path: Path
+    ) -> None:
+        """In training and in validation, 20 % of the responses are truncated."""
+        more = {"response_seq_len/truncated_fraction": 0.2, "response/looping_fraction": looping}
+        more |= {"val/sums/truncated_fraction": 0.2, "val/sums/looping_fraction": looping}
+        section = advice_section(read_run(make_run(tmp_path / "run", **more)))
+        for responses in ("the responses", "the last validation responses of sums"):
+            assert (f"20% of {responses} are truncated" in section) == is_truncated
+            assert (f"{looping:.0%} of {responses} repeat themselves" in section) == is_looping
+        assert ("Raise data.max_response_length" in section) == is_truncated
 
     def test_unusual_metrics_are_reported(self, tmp_path: Path) -> None:
         more: dict[str, Any] = {
