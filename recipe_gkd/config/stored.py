@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from recipe_gkd.config.key_types import known_keys
-from recipe_gkd.config.keys import ENV_VARS, REWARD
+from recipe_gkd.config.keys import ENV_VARS, REWARD, TRACE_FILE
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ def stored_config(composed: DictConfig) -> str:
     """Return a composed configuration as YAML that does not depend on the environment.
 
     Interpolations such as ``${oc.env:QUICKSTART_DIR}`` are replaced by their values, except in :data:`PRIVATE_KEYS`.
+    ``trainer.trace_file`` is absolute, because the report may run in another folder.
 
     Args:
         composed: Valid configuration with unresolved interpolations.
@@ -32,6 +33,8 @@ def stored_config(composed: DictConfig) -> str:
     for key in PRIVATE_KEYS:
         if isinstance(value := OmegaConf.select(composed, key), DictConfig):
             OmegaConf.update(stored, key, OmegaConf.to_container(value, resolve=False), merge=False)
+    if trace_file := OmegaConf.select(stored, TRACE_FILE):
+        OmegaConf.update(stored, TRACE_FILE, str(Path(trace_file).expanduser().absolute()))
     return OmegaConf.to_yaml(stored)
 
 

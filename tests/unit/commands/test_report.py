@@ -386,6 +386,39 @@ class TestTime:
         assert last_updates(spans) == pytest.approx((3.5, 11.5))
 
 
+class TestTraceFile:
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        """Folder of a run from 12:00 to 13:00, whose trace file is ``trace.json`` in another folder."""
+        folder = make_run(tmp_path / "run")
+        TraceFile(tmp_path / "trace.json").record("actor", "update", 10.0, 10.5, {"step": 1})
+        (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {"trace_file": f"{tmp_path}/trace.json"}}))
+        lines = [{"event": "start", "time": "2026-05-01T12:00:00+00:00"}]
+        lines += [{"event": "end", "time": "2026-05-01T13:00:00+00:00", "status": "complete"}]
+        (folder / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return folder
+
+    @pytest.mark.parametrize(("hour", "is_shown"), [(11, False), (12, True), (14, False)])
+    def test_file_is_shown_if_the_run_has_written_it(
+        self, run: Path, tmp_path: Path, hour: int, is_shown: bool
+    ) -> None:
+        changed = datetime(2026, 5, 1, hour, 30, tzinfo=UTC).timestamp()
+        os.utime(tmp_path / "trace.json", (changed, changed))
+        assert find_trace(read_run(run)) == (tmp_path / "trace.json" if is_shown else None)
+
+    def test_relative_path_is_not_one_of_the_working_folder(
+        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (run / "config.yaml").write_text(yaml.safe_dump({"trainer": {"trace_file": "trace.json"}}))
+        assert find_trace(read_run(run)) is None
+        shutil.copy(tmp_path / "trace.json", run)
+        assert find_trace(read_run(run)) == run / "trace.json"
+
+    def test_file_that_is_renamed_meanwhile_is_left_out(self, tmp_path: Path) -> None:
+        assert read_timeline(tmp_path / "trace.json") is None
+
+
 class TestSamples:
     def test_lowest_rewards_are_first_and_then_the_largest_gains(self) -> None:
         first = {key: {"reward": reward} for key, reward in enumerate([0.5, 0.0, 1.0, 0.2, 1.0])}
