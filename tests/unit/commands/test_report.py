@@ -229,6 +229,37 @@ class TestCommand:
         assert main([str(tmp_path)]) == 1
         assert "has no complete step" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("out", [".", "folder"])
+    def test_folder_as_output_is_refused(
+        self, out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = make_run(tmp_path / "run")
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "folder").mkdir()
+        assert main([str(run), "--out", out]) == 1
+        assert f"--out {out} is a folder, expected a file" in capsys.readouterr().err
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]
+
+    def test_home_folder_is_expanded_in_both_paths(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = make_run(tmp_path / "home" / "run")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.chdir(run)
+        before = {path.name for path in run.iterdir()}
+        assert main(["~/run"]) == main(["~/run", "--out", "~/page.html"]) == 0
+        assert {path.name for path in run.iterdir()} == before | {"report.html"}
+        assert (tmp_path / "home" / "page.html").is_file()
+
+    def test_failed_write_leaves_no_draft(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run, out = make_run(tmp_path / "run"), tmp_path / "report.html"
+
+        def full_disk(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "replace", full_disk)
+        with raises(ConfigError, keys=("--out",)):
+            write_report(run, out)
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
     def test_output_in_a_file_as_folder_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = make_run(tmp_path / "run")
         assert main([str(run), "--out", str(run / "config.yaml" / "report.html")]) == 1
