@@ -19,13 +19,15 @@ from recipe_gkd.cluster import Cluster
 from recipe_gkd.cluster_start import start_cluster
 from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import saves_checkpoints
+from recipe_gkd.config.objective import loss_name
 from recipe_gkd.config.timeouts import ACTOR_TIMEOUT, timeout_of
 from recipe_gkd.conversations.stage import ConversationStage
 from recipe_gkd.data.prompts import PromptLoader
 from recipe_gkd.errors import GkdError
 from recipe_gkd.hybrid import teacher_asleep
+from recipe_gkd.metrics.run_summary import RunSummary
 from recipe_gkd.ray_cluster.connection import choose_device
-from recipe_gkd.runtime.run_log import FILE_ONLY, as_event
+from recipe_gkd.runtime.run_log import FILE_ONLY, FROM_MODEL_FOLDER, RESUMED, as_event
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.teachers.router import Teachers
 from recipe_gkd.trainer import RewardContext, Trainer
@@ -105,11 +107,12 @@ async def train_with_restarts(
     If an actor rank is lost, all of them are started again, and the run continues from its newest checkpoint.
     """
     points, trainer, is_restarted = plan.points, None, False
+    summary = RunSummary(loss_name(config.gkd) or "loss")
     while True:
         try:
             start = await load_weights(config, cluster, plan, points)
             trainer = Trainer(config, cluster, teachers, plan.loader, start, reward_context)
-            trainer.is_restarted = is_restarted
+            trainer.is_restarted, trainer.summary = is_restarted, summary
             return await trainer.fit(stop)
         except GkdError as error:
             if stop.reason is not None:
@@ -163,11 +166,11 @@ async def load_weights(
 
     if points:
         point = await load_first_usable(points, load, may_skip=config.trainer.resume_mode == "auto")
-        log.info("resumed from %s", point.folder, extra=as_event("load", step=point.progress.step))
+        log.info("%s %s", RESUMED, point.folder, extra=as_event("load", step=point.progress.step))
         best = read_best(root, config.trainer.best_metric, until=point.progress.step)
         start = ResumeState(point.progress, point.folder, best)
     else:
-        log.info("the weights come from the model folder", extra=FILE_ONLY | as_event("load", step=0))
+        log.info(FROM_MODEL_FOLDER, extra=FILE_ONLY | as_event("load", step=0))
         forget_best(root)
         start = ResumeState(plan.fresh)
     if (total_steps := plan.last_step(start.progress)) != plan.last_step(plan.progress):  # not the planned checkpoint

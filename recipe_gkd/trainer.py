@@ -138,7 +138,7 @@ class Trainer:
 
     Attributes:
         progress: Position of the run.
-        summary: First and last metrics of the run.
+        summary: First and last metrics of the run. A restart of the actor ranks continues the same one.
         best: Best weights of the run.
         saver: Checkpoints of the run.
         last_step: Number of optimizer steps at the end of the run.
@@ -203,8 +203,9 @@ class Trainer:
 
     def _log_summary(self) -> None:
         try:
-            log.info("summary of this run:\n%s", self.summary.render(self.root))
-        except (GkdError, OSError) as error:
+            summary = self.summary.render(saved=self.saver.newest, resumed_from=self.start.checkpoint)
+            log.info("summary of this run:\n%s", summary)
+        except OSError as error:
             log.warning("the training is complete, but its summary cannot be made: %s", error)
 
     async def loop(self, stop: StopRequest) -> None:

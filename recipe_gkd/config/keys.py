@@ -63,4 +63,5 @@ VAL_FILES = key_name(lambda config: config.data.val_files)
 DTYPES = (f"{MEGATRON}.dtype", f"{FSDP}.dtype", f"{ROLLOUT}.dtype")
 """Data types of the student. ``auto`` becomes a type when the devices are known."""
 ENV_VARS = key_name(lambda config: config.ray_init.env_vars)
+TRACE_FILE = key_name(lambda config: config.trainer.trace_file)
 POOL_KEYS = (key_name(lambda config: config.trainer.nnodes), key_name(lambda config: config.trainer.n_gpus_per_node))

@@ -12,7 +12,7 @@ from yaml import YAMLError
 
 from recipe_gkd.config.data_types import AUTO
 from recipe_gkd.config.key_types import known_keys
-from recipe_gkd.config.keys import DTYPES, ENV_VARS, REWARD
+from recipe_gkd.config.keys import DTYPES, ENV_VARS, REWARD, TRACE_FILE
 from recipe_gkd.config.schema import Config
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ def stored_config(composed: DictConfig) -> str:
     """Return a composed configuration as YAML that does not depend on the environment.
 
     Interpolations such as ``${oc.env:QUICKSTART_DIR}`` are replaced by their values, except in :data:`PRIVATE_KEYS`.
+    ``trainer.trace_file`` is absolute, because the report may run in another folder.
 
     Args:
         composed: Valid configuration with unresolved interpolations.
@@ -36,6 +37,8 @@ def stored_config(composed: DictConfig) -> str:
     for key in PRIVATE_KEYS:
         if isinstance(value := OmegaConf.select(composed, key), DictConfig):
             OmegaConf.update(stored, key, OmegaConf.to_container(value, resolve=False), merge=False)
+    if trace_file := OmegaConf.select(stored, TRACE_FILE):
+        OmegaConf.update(stored, TRACE_FILE, str(Path(trace_file).expanduser().absolute()))
     return OmegaConf.to_yaml(stored)
 
 

@@ -29,6 +29,7 @@ from recipe_gkd.actor.megatron.layout_checks import UNEQUAL_STAGES
 from recipe_gkd.actor.megatron.lora_table import AdaptedWeight, adapted_weights
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.student_dims import load_hf_config
+from recipe_gkd.config.conditions import sends_adapters
 from recipe_gkd.config.schema import ActorConfig, Config, FsdpConfig, MegatronConfig
 from recipe_gkd.config.schema.actor import ActorState
 
@@ -48,10 +49,12 @@ class ActorMemory:
     Attributes:
         stages: States of a rank of each pipeline stage; one entry without pipeline parallelism.
         n_weights: Number of parameters of the whole student, as a rollout engine loads it.
+        n_adapters: Number of parameters of all its adapters.
     """
 
     stages: Sequence[States]
     n_weights: int
+    n_adapters: int = 0
 
 
 def read_actor_memory(config: Config) -> ActorMemory:
@@ -66,11 +69,20 @@ def read_actor_memory(config: Config) -> ActorMemory:
     if actor.strategy == "megatron":
         dims = read_model_dims(model.path, trust_remote_code=model.trust_remote_code)
         n_weights = sum(math.prod(shape) for weight in weights(dims) for _, shape in weight.new_tensors)
-        stages = megatron_states(dims, actor.megatron, world_size, adapted_weights(dims, actor.lora))
-        return ActorMemory(stages=stages, n_weights=n_weights)
+        adapted = adapted_weights(dims, actor.lora)
+        stages = megatron_states(dims, actor.megatron, world_size, adapted)
+        n_adapters = sum(math.prod(shape) for factor in _factors(adapted) for _, shape in factor.new_tensors)
+        return ActorMemory(stages=stages, n_weights=n_weights, n_adapters=n_adapters)
     base, adapters = _fsdp_parameters(config)
     states = fsdp_states(base, adapters, actor, world_size)
-    return ActorMemory(stages=[states], n_weights=sum(math.prod(shape) for shape in base))
+    n_weights, n_adapters = (sum(math.prod(shape) for shape in shapes) for shapes in (base, adapters))
+    return ActorMemory(stages=[states], n_weights=n_weights, n_adapters=n_adapters)
+
+
+def sync_bytes(config: Config, actor: ActorMemory) -> int:
+    """Return the bytes that a weight sync sends to each rollout worker."""
+    n_sent = actor.n_adapters if sends_adapters(config) else actor.n_weights
+    return n_sent * ITEM_BYTES[config.actor_rollout_ref.actor.dtype]
 
 
 def megatron_states(
@@ -95,8 +107,7 @@ def megatron_states(
     in_float32 = bool(megatron.override_ddp_config.get("grad_reduce_in_fp32", True))
     moments = _MOMENTS + (_FLOAT32 if item < _FLOAT32 else 0)
     stages: list[States] = []
-    factors = [factor for weight in adapted for pair in weight.factors for factor in pair]
-    bases, adapters = (_stage_parameters(dims, megatron, table) for table in (weights(dims), factors))
+    bases, adapters = (_stage_parameters(dims, megatron, table) for table in (weights(dims), _factors(adapted)))
     for base, own in zip(bases, adapters, strict=True):
         dense, experts = own if adapted else base
         stages.append(
@@ -109,6 +120,10 @@ def megatron_states(
     if UNEQUAL_STAGES & megatron.override_transformer_config.keys():
         return [_mean(stages)]
     return stages
+
+
+def _factors(adapted: Sequence[AdaptedWeight]) -> list[Weight]:
+    return [factor for weight in adapted for pair in weight.factors for factor in pair]
 
 
 def fsdp_states(

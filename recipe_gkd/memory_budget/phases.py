@@ -28,7 +28,7 @@ from recipe_gkd.config.keys import ACTOR, ROLLOUT, key_name
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.schema.actor import ActorState
 from recipe_gkd.errors import MemoryBudgetError
-from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
+from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory, sync_bytes
 from recipe_gkd.rollout.engine_options import EngineOptions
 from teacher.common.sizes import GIB, MIB
 
@@ -172,7 +172,7 @@ def phase_memory(config: Config, device: str, actor: ActorMemory, slot_memory: i
     weights = {_ENGINE_WEIGHTS: engine[_ENGINE_WEIGHTS]}
     sleeps = settings.rollout.sleep_level > 0
     asleep = engine if not sleeps else weights if on_cpu else {}
-    receiving = (weights if sleeps else engine) | {_BUCKETS: _bucket_bytes(config, actor.n_weights)}
+    receiving = (weights if sleeps else engine) | {_BUCKETS: _bucket_bytes(config, actor)}
 
     parts_of_engine: dict[BudgetPhase, dict[str, float]] = {"sync": receiving, "generate": engine, "update": asleep}
     return [
@@ -245,15 +245,14 @@ def _engine_parts(config: Config, device: str, n_weights: int, slot_memory: int 
     return {_ENGINE_WEIGHTS: weights, _KV_CACHE: cache}
 
 
-def _bucket_bytes(config: Config, n_weights: int) -> float:
+def _bucket_bytes(config: Config, actor: ActorMemory) -> float:
     """Return the least size of the largest bucket that an engine receives.
 
     A tensor that does not fit into a bucket starts the next one. Of two consecutive buckets, one is therefore more than
     half full.
     """
-    settings = config.actor_rollout_ref
-    half = settings.rollout.update_weights_bucket_megabytes * MIB / 2
-    return min(half, n_weights * ITEM_BYTES[settings.actor.dtype])
+    half = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * MIB / 2
+    return min(half, sync_bytes(config, actor))
 
 
 def _shortages(config: Config, device: str, phases: Sequence[PhaseMemory], memory: int) -> Iterator[Shortage]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipe_gkd.checkpoints.newest import newest_complete
 from recipe_gkd.metrics.advice.measured_stages import WAITS
 
 STEP, LOSS = "timing/step", "actor/kl_loss"
@@ -20,13 +19,13 @@ MAX_VALIDATION_ROWS = 8
 
 
 class RunSummary:
-    """First and last values of a run's metrics, and the sums of its times.
+    """First and last values of a run's metrics, and the sums of its times, over all restarts of the actor ranks.
 
     Example::
 
         summary = RunSummary("jsd")
         summary.observe(1, metrics)     # after each step, and after a validation before the first step
-        print(summary.render(folder))
+        print(summary.render(saved=folder / "global_step_40", resumed_from=None))
     """
 
     def __init__(self, loss_name: str) -> None:
@@ -50,13 +49,14 @@ class RunSummary:
             if name == LOSS or name.startswith("val/"):
                 self._ends[name] = [*self._ends.get(name, [])[:1], (step, value)]
 
-    def render(self, root: Path) -> str:
+    def render(self, *, saved: Path | None, resumed_from: Path | None) -> str:
         """Return the summary as a table of two columns.
 
         Args:
-            root: Run folder, where the latest checkpoint is looked up.
+            saved: Newest checkpoint that the run has saved since it was started or restarted last. None: none.
+            resumed_from: Checkpoint that it has loaded then. None: the model folder.
         """
-        rows = [*self._step_rows(), *self._value_rows(), *_file_rows(root, self._steps)]
+        rows = [*self._step_rows(), *self._value_rows(), *_file_rows(saved, resumed_from)]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
@@ -69,8 +69,10 @@ class RunSummary:
             shares[activity] = shares.get(activity, 0.0) + self._seconds[name] / max(total_s, 1e-9)
         shares["other"] = max(0.0, 1 - sum(shares.values()))
         parts = [f"{activity} {share:.0%}" for activity, share in sorted(shares.items(), key=lambda item: -item[1])]
+        n_repeated = len(self._steps) - len(set(self._steps))
+        repeated = f", {n_repeated} repeated" if n_repeated else ""
         return [
-            ("steps", f"{len(self._steps)} ({self._steps[0]} to {self._steps[-1]})"),
+            ("steps", f"{len(self._steps)} ({min(self._steps)} to {max(self._steps)}{repeated})"),
             ("time", f"{_duration(total_s)}, {total_s / len(self._steps):.2f} s per step"),
             ("the trainer's time", ", ".join(part for part in parts if not part.endswith(" 0%"))),
         ]
@@ -83,13 +85,12 @@ class RunSummary:
         return [(title, _first_and_last(self._ends[name])) for name, title in titles]
 
 
-def _file_rows(root: Path, steps: list[int]) -> list[tuple[str, str]]:
-    newest = newest_complete(root)
-    step, folder = newest.step, newest.folder
-    if step is None or folder is None or not steps or step < steps[0]:  # a checkpoint of an earlier run
-        return [("checkpoint", "none (trainer.save_freq)")]
-    model = folder / "huggingface"
-    return [("checkpoint", str(folder)), *([("trained model", str(model))] if model.is_dir() else [])]
+def _file_rows(saved: Path | None, resumed_from: Path | None) -> list[tuple[str, str]]:
+    if saved is None:
+        before = "none (trainer.save_freq)" if resumed_from is None else f"{resumed_from} (resumed from)"
+        return [("checkpoint", before)]
+    model = saved / "huggingface"
+    return [("checkpoint", str(saved)), *([("trained model", str(model))] if model.is_dir() else [])]
 
 
 def _first_and_last(ends: list[tuple[int, float]]) -> str:

@@ -16,6 +16,9 @@ FILE_ONLY = {_FILE_ONLY: True}
 EVENT = "run_event"
 """Attribute of a log record that is an event of the run (see :mod:`recipe_gkd.metrics.run_events`)."""
 
+RESUMED, FROM_MODEL_FOLDER = "resumed from", "the weights come from the model folder"
+"""First words of the line with which the training of each start begins, also after a restart of the actor ranks."""
+
 
 def as_event(name: str, **values: object) -> dict[str, Any]:
     """Return the argument ``extra`` of a log call that is also written to the events of the run.

@@ -217,9 +217,15 @@ class TestRestarts:
                 calls.append("the restart was not canceled")
 
         loaded = SimpleNamespace(checkpoint=start)
-        trainer = SimpleNamespace(fit=lambda _: call("fit"), saver=SimpleNamespace(newest=None), start=loaded)
+
+        def make_trainer(*_: object) -> SimpleNamespace:
+            trainer = SimpleNamespace(fit=lambda _: call("fit"), saver=SimpleNamespace(newest=None), start=loaded)
+            self.trainers.append(trainer)
+            return trainer
+
+        self.trainers = list[Any]()
         monkeypatch.setattr(restarts, "load_weights", lambda *_: call("load"))
-        monkeypatch.setattr(restarts, "Trainer", lambda *_: trainer)
+        monkeypatch.setattr(restarts, "Trainer", make_trainer)
 
         async def actor_is_lost(error: BaseException) -> bool:
             return isinstance(error, WorkerDied)
@@ -235,6 +241,8 @@ class TestRestarts:
         deaths = None, WorkerDied("in training"), WorkerDied("in the load"), None, None
         calls, stop = self.train(monkeypatch, *deaths, on_restart=lambda _: None)
         assert calls == ["load", "fit", "restart", "load", "restart", "load", "fit"] and stop.reason is None
+        first, second = self.trainers
+        assert first.summary is second.summary and (first.is_restarted, second.is_restarted) == (False, True)
 
     def test_request_to_stop_during_a_restart_ends_the_run_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls, stop = self.train(

@@ -29,9 +29,9 @@ from recipe_gkd.checkpoints.run_folder import EVENTS
 from recipe_gkd.config.schema import ProfileConfig
 from recipe_gkd.diagnostics.collect import diagnose
 from recipe_gkd.errors import CheckpointError, SavesFailed, WorkerError
-from recipe_gkd.metrics import run_summary
 from recipe_gkd.metrics.loggers.loggers import Loggers
 from recipe_gkd.metrics.run_events import RunEvents, read_events
+from recipe_gkd.metrics.run_summary import RunSummary
 from recipe_gkd.ray_cluster.connection import _write_timeline
 from recipe_gkd.rewards import RewardScorer
 from recipe_gkd.runtime.run_log import as_event, start_logging
@@ -300,7 +300,7 @@ def fail_dropped_batch(case: Case) -> None:
 
 
 def fail_summary(case: Case) -> None:
-    case.fail_while(run_summary, "newest_complete", lambda: True)
+    case.fail_while(RunSummary, "render", lambda: True)
     case.run(case.trainer(), warning="its summary cannot be made: ")
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.actor.student_dims import StudentDims
 from recipe_gkd.commands.plan.activations import MicroBatchMemory, micro_batch_memory, micro_batch_tokens
-from recipe_gkd.config.conditions import max_sequences
 from recipe_gkd.config.data_types import with_data_types
+from recipe_gkd.config.responses import ResponseCounts
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.support import Support
-from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory
+from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory, sync_bytes
 from recipe_gkd.memory_budget.phases import ACTOR_PARTS, PhaseMemory, engine_overhead, phase_memory
 from recipe_gkd.rollout.limits import engine_length
 from teacher.common.sizes import GIB
@@ -60,6 +60,7 @@ class RunEstimate:
         micro_batch_tokens: Tokens of a micro-batch at most.
         sync_bytes: Bytes that a weight sync sends to each rollout worker.
         teacher_bytes: Bytes that the teachers send per step at most.
+        token_bytes: Bytes that a teacher sends for a response token.
         n_ids: Number of ids with a log-probability of the teacher, at each position.
     """
 
@@ -75,6 +76,7 @@ class RunEstimate:
     micro_batch_tokens: int
     sync_bytes: float
     teacher_bytes: float
+    token_bytes: int
     n_ids: int
 
 
@@ -103,10 +105,9 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
     per_token = _cache_bytes_per_token(config, dims)
     cached_tokens = int(cache / per_token) if per_token else 0
     excesses = [] if device_memory is None else list(_excesses(config, pools, device_memory, cache, dims))
-    n_responses = data.train_batch_size * settings.rollout.n * max_sequences(config)
+    most = ResponseCounts.most(config)
     longest = data.max_prompt_length + data.max_response_length
-    item = ITEM_BYTES[settings.actor.dtype]
-    per_position = n_ids * (6 if settings.teacher.wire_dtype == "float16" else 8) + 4
+    token_bytes = n_ids * (6 if settings.teacher.wire_dtype == "float16" else 8) + 4
     per_batch = max(1, micro_batch_tokens(config) // longest)
     return RunEstimate(
         n_parameters=actor.n_weights,
@@ -116,11 +117,12 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
         problems=[text for text, _ in excesses],
         excess=sum(size for _, size in excesses),
         cached_tokens=cached_tokens,
-        tokens=n_responses * longest,
-        micro_batches=math.ceil(math.ceil(n_responses / data_parallel_size(config)) / per_batch),
+        tokens=most.trained * longest,
+        micro_batches=math.ceil(math.ceil(most.trained / data_parallel_size(config)) / per_batch),
         micro_batch_tokens=micro_batch_tokens(config),
-        sync_bytes=actor.n_weights * item,
-        teacher_bytes=n_responses * data.max_response_length * per_position,
+        sync_bytes=sync_bytes(config, actor),
+        teacher_bytes=most.scored * data.max_response_length * token_bytes,
+        token_bytes=token_bytes,
         n_ids=n_ids,
     )
 

@@ -13,7 +13,6 @@ from recipe_gkd.actor.student_dims import StudentDims, read_config_json
 from recipe_gkd.commands.plan import assumptions as assumed
 from recipe_gkd.commands.plan.assumptions import Assumption, list_assumptions
 from recipe_gkd.commands.plan.estimate import RunEstimate
-from recipe_gkd.commands.plan.responses import ResponseCounts
 from recipe_gkd.commands.plan.rooflines import (
     DeviceRates,
     Engine,
@@ -24,6 +23,7 @@ from recipe_gkd.commands.plan.rooflines import (
 )
 from recipe_gkd.commands.plan.update_timing import model_flops, n_actor_ranks, update_parts
 from recipe_gkd.config.data_types import with_data_types
+from recipe_gkd.config.responses import ResponseCounts
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.staleness import MAX_STALENESS, staleness_bound
 from recipe_gkd.config.weight_transport import weight_transport
@@ -222,7 +222,7 @@ def mean_workload(config: Config) -> Workload:
     """
     data, counts = config.data, ResponseCounts.of(config)
     return Workload(
-        n_responses=counts.sampled + counts.references,
+        n_responses=counts.trained,
         prompt_tokens=math.ceil(data.max_prompt_length * assumed.MEAN_PROMPT_FRACTION),
         response_tokens=math.ceil(data.max_response_length * assumed.MEAN_RESPONSE_FRACTION),
         longest_response=data.max_response_length,
@@ -290,12 +290,11 @@ def _teacher_seconds(
         scored = replace(workload, n_responses=counts.scored)
         rates = device_rates(device_name, "bfloat16")
         parts["forward"], parts["top-k"] = scoring_seconds(scored, teacher.dims, rates, teacher.n_gpus)
-        parts["wire"] = _wire_seconds(config, estimate, workload) * counts.scored / workload.n_responses
+        parts["wire"] = _wire_seconds(config, counts.scored * workload.response_tokens * estimate.token_bytes)
     return parts
 
 
-def _wire_seconds(config: Config, estimate: RunEstimate, workload: Workload) -> float:
-    n_bytes = estimate.teacher_bytes * workload.response_tokens / config.data.max_response_length
+def _wire_seconds(config: Config, n_bytes: float) -> float:
     n_workers = config.trainer.nnodes * config.actor_rollout_ref.teacher.scoring_workers_per_node
     rate = min(assumed.SCORING_WORKER_GB_PER_S * n_workers, assumed.NETWORK_GB_PER_S * config.trainer.nnodes)
     return n_bytes / (rate * 1e9)

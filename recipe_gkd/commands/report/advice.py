@@ -13,6 +13,7 @@ from recipe_gkd.commands.report.series import Series, number
 from recipe_gkd.commands.report.templates import render
 from recipe_gkd.metrics.advice.advice import describe, find_bottleneck
 from recipe_gkd.metrics.advice.measured_stages import NEEDED, usual
+from recipe_gkd.metrics.repetition import LOOPING
 
 N_STEPS = 200
 """Number of last steps that the advice is about."""
@@ -39,12 +40,6 @@ class Rule:
 
 
 CHECKS = (
-    Rule(
-        "response_seq_len/truncated_fraction",
-        lambda value: value > MAX_TRUNCATED,
-        "{value:.0%} of the responses are truncated.",
-        "Raise data.max_response_length: the student never sees how these responses end.",
-    ),
     Rule(
         ZERO_STD,
         lambda value: value > 0.9,
@@ -88,13 +83,14 @@ CHECKS = (
 def advice_section(run: Run) -> str:
     """Return the advice as HTML."""
     items = [("bottleneck", *found) for found in bottlenecks(run)]
+    items += [("check", *found) for found in truncations(run)]
     for check in CHECKS:
         is_trivial = check.metric == ZERO_STD and run.setting("actor_rollout_ref.rollout.n") == 1
         if (series := run.series.get(check.metric)) is not None and not is_trivial:
             value = float(series.values[-N_STEPS:].mean())
             if check.is_bad(value):
                 items.append(("check", check.finding.format(value=value), check.remedy))
-    items += [("check", *found) for found in [*truncated_validations(run), *trends(run)]]
+    items += [("check", *found) for found in trends(run)]
     items = items or [("fine", "No lasting bottleneck, and no metric outside its usual range.", "")]
     return render("advice.html", items=items)
 
@@ -118,15 +114,37 @@ def bottlenecks(run: Run) -> list[tuple[str, str]]:
     return [(_sentence(describe(bottleneck, steps)), "docs/metrics.md lists the settings that change it.")]
 
 
-def truncated_validations(run: Run) -> list[tuple[str, str]]:
-    """Return a finding for each data source whose last validation responses were truncated."""
+def truncations(run: Run) -> list[tuple[str, str]]:
+    """Return findings about truncated responses, and about responses that repeat themselves until then.
+
+    The training responses are those of the last :data:`N_STEPS` steps, the validation responses those of the last
+    validation of each data source.
+    """
+
+    def mean(name: str, n_last: int) -> float:
+        series = run.series.get(name)
+        return 0.0 if series is None else float(series.values[-n_last:].mean())
+
+    truncated = mean("response_seq_len/truncated_fraction", N_STEPS)
+    found = _truncation("responses", truncated, mean(f"response/{LOOPING}", N_STEPS))
+    for name in sorted(run.series):
+        if source := re.fullmatch(r"val/(.+)/truncated_fraction", name):
+            of = f"last validation responses of {source[1]}"
+            found += _truncation(of, mean(name, 1), mean(f"val/{source[1]}/{LOOPING}", 1))
+    return found
+
+
+def _truncation(of: str, truncated: float, looping: float) -> list[tuple[str, str]]:
+    """Return finding and remedy. A larger limit does not help responses that loop."""
+    mostly_loop = looping > truncated / 2
     found = []
-    for name, series in sorted(run.series.items()):
-        source = re.fullmatch(r"val/(.+)/truncated_fraction", name)
-        if source and (value := float(series.values[-1])) > MAX_TRUNCATED:
-            finding = f"{value:.0%} of the last validation responses of {source[1]} are truncated."
-            remedy = "Their rewards belong to unfinished responses. Raise data.max_response_length."
-            found.append((finding, remedy))
+    if truncated > MAX_TRUNCATED and not mostly_loop:
+        remedy = "Raise data.max_response_length: loss and rewards belong to unfinished responses."
+        found.append((f"{truncated:.0%} of the {of} are truncated.", remedy))
+    if truncated > MAX_TRUNCATED and (mostly_loop or looping > MAX_TRUNCATED):
+        finding = f"{looping:.0%} of the {of} repeat themselves until they are truncated."
+        remedy = "A larger limit gives longer loops only. Lower actor.optim.lr, or use another divergence."
+        found.append((finding, remedy))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import recipe_gkd.commands.report as package
@@ -27,9 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument("--out", type=Path, help="file to write (default: RUN/report.html)")
     args = parser.parse_args(argv)
-    out = args.out or args.run / "report.html"
+    run = args.run.expanduser()
+    out = run / "report.html" if args.out is None else args.out.expanduser()
     try:
-        write_report(args.run, out)
+        write_report(run, out)
     except GkdError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -48,12 +50,17 @@ def write_report(run: Path, out: Path) -> None:
         DataError: The folder has no usable metrics.
         ConfigError: The file cannot be written.
     """
-    page = render_page(read_run(run.expanduser()))
+    if out.is_dir():
+        remedy = "give the name of a file in it"
+        raise ConfigError(f"--out {out} is a folder, expected a file", remedy=remedy, keys=("--out",))
+    page = render_page(read_run(run))
     draft = out.with_name(out.name + ".writing")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(page, encoding="utf-8", errors="backslashreplace")  # JSON in the page may have surrogates
         draft.replace(out)
     except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
         what = f"--out {out} cannot be written ({error.strerror})"
         raise ConfigError(what, remedy="choose a file in a writable folder", keys=("--out",)) from error

@@ -73,7 +73,7 @@ def _curves_section(run: Run) -> str:
 def _time_section(run: Run) -> str:
     if (times := stage_times(run.series)) is None:
         return ""
-    trace = find_trace(run.folder, run.setting("trainer.trace_file"))
+    trace = find_trace(run)
     timeline = None if trace is None else read_timeline(trace)
     return render(
         "time.html",

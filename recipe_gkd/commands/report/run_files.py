@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from recipe_gkd.checkpoints.store import recorded_best
 from recipe_gkd.commands.report.series import Series
 from recipe_gkd.errors import CheckpointError, DataError
 from recipe_gkd.metrics.run_events import read_events
+from recipe_gkd.runtime.run_log import FROM_MODEL_FOLDER, RESUMED
 
 METRICS, STEP = "metrics.jsonl", "training/global_step"
 MAX_RECENT_STEPS = 2000
@@ -31,6 +33,7 @@ MAX_RECENT_STEPS = 2000
 MAX_LOG_BYTES = 32 << 20
 """Bytes of the end of the log that are searched for advice."""
 _ADVICE = re.compile(r"^(\S+) I recipe_gkd\.metrics\.steps: (.*\(idle: .*)$")
+_START = re.compile(rf"^\S+ I recipe_gkd: ({RESUMED}|{FROM_MODEL_FOLDER})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +61,9 @@ class Run:
         series: Values of each metric, by name.
         recent: Complete metrics of the last :data:`MAX_RECENT_STEPS` steps, oldest first.
         config: Configuration with all defaults. Empty if its file is missing.
-        advice: Time of day and text of each advice in the log.
-        validations: File of the responses of each validation, by step, ascending.
-        checkpoints: All checkpoints, ascending.
+        advice: Time of day and text of each advice in the log, since training began or continued last.
+        validations: File of the responses of each validation up to :attr:`last_step`, by step, ascending.
+        checkpoints: All checkpoints, ascending. Those after :attr:`last_step` can belong to an abandoned history.
         latest: Step of the checkpoint that a resumed run starts from.
         best: Best weights by ``trainer.best_metric``. None if there are none.
         notes: Problems of the files that the reader of the report must know.
@@ -82,7 +85,7 @@ class Run:
     @property
     def last_step(self) -> int:
         """Number of the last step with metrics."""
-        return max((int(series.steps[-1]) for series in self.series.values()), default=0)
+        return last_step(self.series)
 
     def setting(self, key: str) -> object:
         """Return the value of a dotted key of the configuration, None if it has none."""
@@ -108,13 +111,18 @@ def read_run(folder: Path) -> Run:
         recent=recent,
         config=_read_config(folder / CONFIG, notes),
         advice=read_advice(folder / LOG),
-        validations=find_validations(folder / "validation"),
+        validations=find_validations(folder / "validation", last_step(series)),
         checkpoints=[read_checkpoint(folder, step) for step in steps_of(folder)],
         latest=newest.step,
         best=_read_best(folder, notes),
         notes=notes,
         events=read_events(folder),
     )
+
+
+def last_step(series: Mapping[str, Series]) -> int:
+    """Return the number of the last step with metrics."""
+    return max((int(each.steps[-1]) for each in series.values()), default=0)
 
 
 def read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Series], list[Mapping[str, float]]]:
@@ -170,20 +178,33 @@ def read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Series], list[
 
 
 def read_advice(path: Path) -> list[tuple[str, str]]:
-    """Return time of day and text of the advice in the end of a log. Empty if the log cannot be read."""
+    """Return time of day and text of each advice since training began or continued last.
+
+    Only the end of the log is read. The result is empty if the log cannot be read.
+    """
+    found: list[tuple[str, str]] = []
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
-            found = (_ADVICE.match(line.decode("utf-8", "replace").rstrip()) for line in file)
-            return [(match[1], match[2]) for match in found if match]
+            for line in file:
+                text = line.decode("utf-8", "replace").rstrip()
+                if _START.match(text):
+                    found.clear()
+                elif match := _ADVICE.match(text):
+                    found.append((match[1], match[2]))
     except OSError:
         return []
+    return found
 
 
-def find_validations(folder: Path) -> dict[int, Path]:
-    """Return the files of validation responses by step, ascending."""
+def find_validations(folder: Path, until: int) -> dict[int, Path]:
+    """Return the files of validation responses by step, ascending.
+
+    Args:
+        until: Last step. Files of later steps are left by a run that was started again from an earlier step.
+    """
     found = {re.fullmatch(r"step_(\d+)\.jsonl", path.name): path for path in folder.glob("step_*.jsonl")}
-    return dict(sorted((int(match[1]), path) for match, path in found.items() if match))
+    return dict(sorted((int(match[1]), path) for match, path in found.items() if match and int(match[1]) <= until))
 
 
 def read_responses(path: Path, max_lines: int = 20_000) -> dict[tuple[str, Any], dict[str, Any]]:
@@ -208,22 +229,22 @@ def read_responses(path: Path, max_lines: int = 20_000) -> dict[tuple[str, Any],
 
 
 def read_checkpoint(run: Path, step: int) -> CheckpointRecord:
-    """Return the description of a checkpoint folder."""
+    """Return the description of a checkpoint folder, which a run in progress may be removing."""
     folder = final_folder(run, step)
+    found = list(os.walk(folder))  # folders that do not exist any more are left out
     return CheckpointRecord(
         step=step,
-        n_bytes=sum(_sizes(folder.rglob("*"))),
-        damage=found.reason if (found := damage(folder)) else None,
-        parts=tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) if folder.is_dir() else (),
+        n_bytes=sum(_size(os.path.join(parent, name)) for parent, _, names in found for name in names),
+        damage=problem.reason if (problem := damage(folder)) else None,
+        parts=tuple(sorted(found[0][1])) if found else (),
     )
 
 
-def _sizes(paths: Iterable[Path]) -> Iterable[int]:
-    for path in paths:
-        try:
-            yield path.stat().st_size if path.is_file() else 0
-        except OSError:  # a run in progress may be removing the checkpoint
-            yield 0
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:

@@ -93,5 +93,6 @@ def checkpoints_section(run: Run) -> str:
         checkpoints=run.checkpoints,
         best=run.best,
         latest=run.latest,
+        last_step=run.last_step,
         exported=None if step is None else shlex.quote(str(final_folder(run.folder, step))),
     )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from recipe_gkd.commands.report.run_files import Run
+from recipe_gkd.metrics.run_events import END, START
 from recipe_gkd.metrics.trace import POOLS
 
 MAX_BYTES = 8 << 20
 """Bytes that are read from the start of a trace file, for the names of the workers, and from its end."""
+MAX_CLOCK_DIFFERENCE_S = 60.0
+"""Maximum difference between the clocks of a host and of its file system."""
 N_UPDATES = 8
 MAX_ROWS = 28
 MAX_SPANS_OF_ROW = 4000 // MAX_ROWS * 4
@@ -50,15 +55,39 @@ class TraceWindow:
     rows: Sequence[tuple[str, Sequence[Span]]]
 
 
-def find_trace(run: Path, setting: object) -> Path | None:
-    """Return the trace file of a run: the configured one, or ``trace.json`` in its folder. None if absent."""
-    candidates = [Path(str(setting)).expanduser()] if setting else []
-    return next((path for path in [*candidates, run / "trace.json"] if path.is_file()), None)
+def find_trace(run: Run) -> Path | None:
+    """Return the trace file of a run: the configured one, or ``trace.json`` in its folder. None if absent.
+
+    A file outside of the run folder is left out if another run has written it.
+    """
+    inside = run.folder / "trace.json"
+    if setting := run.setting("trainer.trace_file"):
+        path = run.folder / Path(str(setting)).expanduser()
+        is_inside = path.resolve().is_relative_to(run.folder.resolve())
+        if path.is_file() and (is_inside or _is_written_during(run.events, path)):
+            return path
+    return inside if inside.is_file() else None
+
+
+def _is_written_during(events: Sequence[Mapping[str, Any]], path: Path) -> bool:
+    """Return True if the run was in progress at the last change of a file, or its events are unknown."""
+    changed, started = path.stat().st_mtime, None
+    for event in events:
+        at = datetime.fromisoformat(event["time"]).timestamp()
+        if event["event"] not in (START, END):
+            continue
+        if started is not None and started <= changed <= at + MAX_CLOCK_DIFFERENCE_S:
+            return True
+        started = at if event["event"] == START else None
+    return not events or (started is not None and started <= changed)
 
 
 def read_timeline(path: Path) -> TraceWindow | None:
-    """Return the last updates in a trace file. None if it has no spans."""
-    names, spans = read_spans(path)
+    """Return the last updates in a trace file. None if it has no spans, or a new start has renamed it meanwhile."""
+    try:
+        names, spans = read_spans(path)
+    except OSError:
+        return None
     start, end = last_updates(spans)
     shown = sorted((span for span in spans if span.end > start and span.start < end), key=lambda span: span.start)
     rows = sorted({span.row for span in shown}, key=lambda row: _order(names, row))[:MAX_ROWS]

@@ -34,6 +34,8 @@ class ResourceLayout:
 
     Attributes:
         staleness: Maximum policy lag in optimizer steps.
+        is_n_step_off: True if ``staleness`` is ``trainer.max_staleness``.
+        takes_turns: True if the stages use devices in turn, which needs ``trainer.scheduler=sync``.
         inflight: True if weights are updated in the middle of responses.
         actor: Nodes and devices per node of the actor pool.
         rollout: Nodes and devices per node of the rollout pool.
@@ -49,6 +51,8 @@ class ResourceLayout:
     """
 
     staleness: int
+    is_n_step_off: bool = False
+    takes_turns: bool = False
     inflight: bool = False
     actor: PoolSize = (1, 1)
     rollout: PoolSize = (1, 1)
@@ -75,6 +79,8 @@ class ResourceLayout:
         is_service = settings.teacher.backend in ("zmq", "http")
         return cls(
             staleness=staleness_bound(trainer),
+            is_n_step_off=trainer.scheduler == "n_step_off",
+            takes_turns=settings.hybrid_engine or settings.teacher.sleep_between_batches,
             inflight=trainer.inflight_update,
             actor=(trainer.nnodes, trainer.n_gpus_per_node),
             rollout=config.rollout_pool,

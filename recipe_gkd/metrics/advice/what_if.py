@@ -46,10 +46,10 @@ def no_cost_changes(layout: ResourceLayout, stages: StageSeconds) -> Iterator[Wh
         yield _smallest(changes)
     if splits := [change(text, stages.scaled(rollout=r, actor=a)) for text, r, a in splits_of(layout)]:
         yield min(splits, key=lambda split: split.seconds)
+    if layout.takes_turns:
+        return
     lag = layout.staleness + 1
-    names: dict[int, str] = {bound: f"trainer.scheduler={name}" for name, bound in MAX_STALENESS.items()}
-    name = names.get(lag, f"trainer.scheduler=n_step_off trainer.max_staleness={lag}")
-    yield change(f"{name} (responses up to {lag} update{'s' * (lag > 1)} old)", stages, lag)
+    yield change(f"{_schedule(layout, lag)} (responses up to {lag} update{'s' * (lag > 1)} old)", stages, lag)
     if layout.staleness and not layout.inflight:
         seconds = layout.expected(stages, stages, inflight=True)
         yield WhatIf("trainer.inflight_update=true (a response may then mix two versions)", seconds)
@@ -122,6 +122,14 @@ def _smallest(changes: list[WhatIf]) -> WhatIf:
     """Return the first change that is nearly as good as the best one."""
     best = min(change.seconds for change in changes)
     return next(change for change in changes if change.seconds <= NEARLY_BEST * best)
+
+
+def _schedule(layout: ResourceLayout, lag: int) -> str:
+    """Return the keys of a schedule with this maximum policy lag."""
+    if layout.is_n_step_off:
+        return f"trainer.max_staleness={lag}"
+    names: dict[int, str] = {bound: f"trainer.scheduler={name}" for name, bound in MAX_STALENESS.items()}
+    return names.get(lag, f"trainer.scheduler=n_step_off trainer.max_staleness={lag}")
 
 
 def _more_teachers(wanted: int, present: int) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from recipe_gkd.config import Config
-from recipe_gkd.config.conditions import max_sequences
+from recipe_gkd.config.responses import ResponseCounts
 from recipe_gkd.config.support import Support
 from recipe_gkd.ray_cluster.object_store import store_bytes, warn_if_small
 from recipe_gkd.runtime.worker_variables import worker_variables
@@ -51,8 +51,7 @@ def row_capacity_bytes(scoring: ScoringPool) -> float:
 
 def warn_about_memory(config: Config, scoring: ScoringPool) -> None:
     """Log a warning if the object stores cannot hold the rows of a batch of the longest responses."""
-    n_sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n * max_sequences(config)
-    n_tokens = n_sequences * config.data.max_response_length
+    n_tokens = ResponseCounts.most(config).scored * config.data.max_response_length
     batch_bytes = scoring.row_bytes * n_tokens
     warn_if_small(scoring.nodes, scoring.free_shared_memory, batch_bytes, row_capacity_bytes(scoring))
 

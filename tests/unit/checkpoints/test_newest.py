@@ -16,7 +16,6 @@ from recipe_gkd.commands.model_folder import model_folder
 from recipe_gkd.commands.report.run_files import read_run
 from recipe_gkd.commands.report.settings import checkpoints_section
 from recipe_gkd.errors import CheckpointError
-from recipe_gkd.metrics.run_summary import RunSummary
 from tests._support.base_config import base_config
 from tests._support.checkpoint_files import PROGRESS, write_checkpoints
 from tests._support.errors import raises
@@ -75,13 +74,7 @@ def reported(run: Path) -> Path:
     return run / f"global_step_{read.latest}"
 
 
-def summarized(run: Path) -> Path:
-    summary = RunSummary("jsd")
-    summary.observe(1, {"timing/step": 1.0})
-    return Path(summary.render(run).partition("checkpoint")[2].split("\n")[0].strip())
-
-
-CHOOSERS = [exported, evaluated, resumed, hinted, reported, summarized]
+CHOOSERS = [exported, evaluated, resumed, hinted, reported]
 
 
 @pytest.mark.parametrize("choose", CHOOSERS)

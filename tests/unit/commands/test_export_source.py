@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from recipe_gkd.commands.export.command import check_out
+from recipe_gkd.commands.export.command import _parser, check_out
 from recipe_gkd.commands.export.source import find_source, with_float32
 from recipe_gkd.errors import CheckpointError, ConfigError, ModelError
 from tests._support.errors import raises
@@ -32,6 +32,10 @@ def make_run(tmp_path: Path, **actor: Any) -> Path:
     section = {"model": {"path": str(tmp_path / "model")}, "actor": actor}
     (run / "config.yaml").write_text(yaml.safe_dump({"actor_rollout_ref": section, "former_key": 1}))
     return run
+
+
+def test_home_folder_of_the_output_is_expanded() -> None:
+    assert _parser().parse_args(["run", "~/exported"]).out == Path.home() / "exported"
 
 
 class TestFindSource:

@@ -86,6 +86,27 @@ class TestEstimateRun:
         assert estimate.sync_bytes == 2 * estimate.n_parameters == 2 * 7_615_616_512
         assert estimate.problems == [] and estimate.device_memory is None
 
+    @pytest.mark.parametrize(("target", "n_scored"), [("teacher", 64 + 512), ("data", 512)])
+    def test_references_come_once_and_are_scored_if_the_teacher_is_their_target(
+        self, config: Config, target: str, n_scored: int
+    ) -> None:
+        values = {"data.train_batch_size": 128, f"{ROLLOUT}.n": 8, "gkd.sft_share": 0.5, "gkd.sft_target": target}
+        estimate = estimate_run(with_values(config, values), "cuda", None)
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        assert estimate.tokens == (64 + 64 * 8) * longest
+        assert estimate.teacher_bytes == n_scored * config.data.max_response_length * estimate.token_bytes
+
+    @pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
+    def test_sync_of_adapters_sends_their_factors_in_the_training_type(self, student: Path, strategy: str) -> None:
+        lora = (f"{ACTOR}.strategy={strategy}", f"{ACTOR}.lora.rank=16")
+        paths = (f"actor_rollout_ref.model.path={student}", *lora)
+        merged, adapter = (base_config(*paths, f"{ACTOR}.lora.sync={sync}") for sync in ("merged", "adapter"))
+        assert estimate_run(merged, "cuda", None).sync_bytes == 2 * 7_615_616_512
+        sizes = [(3584, 3584), (3584, 512), (3584, 512), (3584, 3584)]  # inputs and outputs of q, k, v, o
+        sizes += [(3584, 18944), (3584, 18944), (18944, 3584)]
+        n_adapters = 28 * 16 * sum(inputs + outputs for inputs, outputs in sizes)
+        assert estimate_run(adapter, "cuda", None).sync_bytes == 2 * n_adapters
+
     def test_kv_cache_too_small_for_a_sequence_is_a_problem(self, config: Config) -> None:
         estimate = estimate_run(config, "cuda", 16 * GIB)
         assert any("KV cache of 0.00 GiB does not hold one sequence of" in text for text in estimate.problems)

@@ -284,7 +284,8 @@ class TestEstimateTiming:
         assert [timing.workload.n_responses for timing in (sampled, half, no)] == [2048, 256 + 1024, 512]
         assert half.generation.prefill == pytest.approx(sampled.generation.prefill / 2)
         assert no.stages.generate == no.stages.latency == 0 and no.generation.in_flight == 0
-        assert half.teacher["forward"] == pytest.approx(sampled.teacher["forward"] * (256 + 1024) / 2048)
+        for part in ("forward", "wire"):
+            assert half.teacher[part] == pytest.approx(sampled.teacher[part] * (256 + 1024) / 2048)
         assert no.update["passes"] == pytest.approx(sampled.update["passes"] / 4)
 
     @pytest.mark.parametrize("is_live", [True, False])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 import re
 import shlex
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +25,19 @@ from recipe_gkd.commands.report import main
 from recipe_gkd.commands.report.advice import advice_section
 from recipe_gkd.commands.report.command import write_report
 from recipe_gkd.commands.report.page import render_page
-from recipe_gkd.commands.report.run_files import read_run
+from recipe_gkd.commands.report.run_files import read_checkpoint, read_run
 from recipe_gkd.commands.report.samples import KL_STEPS, choose_prompts
 from recipe_gkd.commands.report.series import Series, duration, number, reduce_points, smooth
 from recipe_gkd.commands.report.settings import HIDDEN, hide_secrets
 from recipe_gkd.commands.report.stages import stage_times
-from recipe_gkd.commands.report.trace_spans import last_updates, read_spans
+from recipe_gkd.commands.report.trace_spans import find_trace, last_updates, read_spans, read_timeline
 from recipe_gkd.config.key_types import known_keys
+from recipe_gkd.errors import ConfigError
 from recipe_gkd.metrics.run_events import RunEvents
 from recipe_gkd.metrics.trace import TraceFile
+from recipe_gkd.runtime.run_log import FROM_MODEL_FOLDER, RESUMED
 from tests._support.browser import CHROMIUM, browser_page
+from tests._support.errors import raises
 from tests._support.repository import REPO
 from tests._support.waiting import wait_until
 
@@ -224,6 +229,37 @@ class TestCommand:
         assert main([str(tmp_path)]) == 1
         assert "has no complete step" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("out", [".", "folder"])
+    def test_folder_as_output_is_refused(
+        self, out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = make_run(tmp_path / "run")
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "folder").mkdir()
+        assert main([str(run), "--out", out]) == 1
+        assert f"--out {out} is a folder, expected a file" in capsys.readouterr().err
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]
+
+    def test_home_folder_is_expanded_in_both_paths(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = make_run(tmp_path / "home" / "run")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.chdir(run)
+        before = {path.name for path in run.iterdir()}
+        assert main(["~/run"]) == main(["~/run", "--out", "~/page.html"]) == 0
+        assert {path.name for path in run.iterdir()} == before | {"report.html"}
+        assert (tmp_path / "home" / "page.html").is_file()
+
+    def test_failed_write_leaves_no_draft(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run, out = make_run(tmp_path / "run"), tmp_path / "report.html"
+
+        def full_disk(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "replace", full_disk)
+        with raises(ConfigError, keys=("--out",)):
+            write_report(run, out)
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
     def test_output_in_a_file_as_folder_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = make_run(tmp_path / "run")
         assert main([str(run), "--out", str(run / "config.yaml" / "report.html")]) == 1
@@ -237,6 +273,32 @@ class TestFiles:
         run = read_run(tmp_path)
         assert run.last_step == 1 and "actor/loss" not in run.series
         assert any("1 line(s)" in note for note in run.notes) and any("actor/loss" in note for note in run.notes)
+
+    def test_files_after_the_last_step_are_left_out_or_marked(self, tmp_path: Path) -> None:
+        """A run that was started again from its beginning leaves validations and checkpoints of later steps."""
+        run = make_run(tmp_path / "run")
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(metrics_of(step))}\n" for step in range(1, 21)))
+        shutil.copytree(run / "global_step_60", run / "global_step_20")
+        read = read_run(run)
+        assert list(read.validations) == [0] and [record.step for record in read.checkpoints] == [20, 60]
+        cells = re.findall(r"<td>global_step_(\d+)(.*?)</td>", own_page(run), re.DOTALL)
+        assert [(step, "after the last step" in tags) for step, tags in cells] == [("60", True), ("20", False)]
+
+    def test_checkpoint_that_is_being_removed_is_described(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = make_run(tmp_path / "run")
+        folder, scandir = run / "global_step_60", os.scandir
+
+        def scan(path: Any) -> Any:
+            if isinstance(path, str | Path) and Path(path) == folder / "actor":
+                folder.rename(run / ".removing_global_step_60.0")
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", scan)
+        record = read_checkpoint(run, 60)
+        assert record.n_bytes == 0 and record.damage == "it does not exist"
+        assert read_checkpoint(run, 60).parts == ()
 
     def test_repeated_step_counts_once_with_its_last_value(self) -> None:
         series = Series.from_columns("x", [1, 2, 3, 2, 3], [1.0, 2.0, 3.0, 20.0, 30.0])
@@ -270,8 +332,29 @@ class TestAdvice:
         section = advice_section(read_run(run))
         assert section.count("<li") == 1 and "waits 2 s" in section and "<p>more processes</p>" in section
 
+    @pytest.mark.parametrize("start", [f"{RESUMED} /run/global_step_40", FROM_MODEL_FOLDER])
+    def test_advice_of_an_earlier_start_is_not_shown(self, start: str, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        advice = "10:00:01 I recipe_gkd.metrics.steps: the trainer waits 1 s, 90%, for rewards (idle: actor 1%); more"
+        (run / "run.log").write_text(f"{advice}\n10:09:00 I recipe_gkd: {start}\n")
+        section = advice_section(read_run(run))
+        assert "for rewards" not in section and "50%, for the teacher" in section
+
     def test_without_a_log_the_bottleneck_is_computed(self, tmp_path: Path) -> None:
         assert "50%, for the teacher" in advice_section(read_run(make_run(tmp_path / "run")))
+
+    @pytest.mark.parametrize(("looping", "is_truncated", "is_looping"), [(0, 1, 0), (0.08, 1, 1), (0.19, 0, 1)])
+    def test_longer_limit_is_not_advised_for_responses_that_loop(
+        self, looping: float, is_truncated: bool, is_looping: bool, tmp_path: Path
+    ) -> None:
+        """In training and in validation, 20 % of the responses are truncated."""
+        more = {"response_seq_len/truncated_fraction": 0.2, "response/looping_fraction": looping}
+        more |= {"val/sums/truncated_fraction": 0.2, "val/sums/looping_fraction": looping}
+        section = advice_section(read_run(make_run(tmp_path / "run", **more)))
+        for responses in ("the responses", "the last validation responses of sums"):
+            assert (f"20% of {responses} are truncated" in section) == is_truncated
+            assert (f"{looping:.0%} of {responses} repeat themselves" in section) == is_looping
+        assert ("Raise data.max_response_length" in section) == is_truncated
 
     def test_unusual_metrics_are_reported(self, tmp_path: Path) -> None:
         more: dict[str, Any] = {
@@ -332,6 +415,39 @@ class TestTime:
         names, spans = read_spans(tmp_path / "trace.json")
         assert set(names.values()) == {"actor", "trainer", "rollout 0"} and len(spans) == 13
         assert last_updates(spans) == pytest.approx((3.5, 11.5))
+
+
+class TestTraceFile:
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        """Folder of a run from 12:00 to 13:00, whose trace file is ``trace.json`` in another folder."""
+        folder = make_run(tmp_path / "run")
+        TraceFile(tmp_path / "trace.json").record("actor", "update", 10.0, 10.5, {"step": 1})
+        (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {"trace_file": f"{tmp_path}/trace.json"}}))
+        lines = [{"event": "start", "time": "2026-05-01T12:00:00+00:00"}]
+        lines += [{"event": "end", "time": "2026-05-01T13:00:00+00:00", "status": "complete"}]
+        (folder / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return folder
+
+    @pytest.mark.parametrize(("hour", "is_shown"), [(11, False), (12, True), (14, False)])
+    def test_file_is_shown_if_the_run_has_written_it(
+        self, run: Path, tmp_path: Path, hour: int, is_shown: bool
+    ) -> None:
+        changed = datetime(2026, 5, 1, hour, 30, tzinfo=UTC).timestamp()
+        os.utime(tmp_path / "trace.json", (changed, changed))
+        assert find_trace(read_run(run)) == (tmp_path / "trace.json" if is_shown else None)
+
+    def test_relative_path_is_not_one_of_the_working_folder(
+        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (run / "config.yaml").write_text(yaml.safe_dump({"trainer": {"trace_file": "trace.json"}}))
+        assert find_trace(read_run(run)) is None
+        shutil.copy(tmp_path / "trace.json", run)
+        assert find_trace(read_run(run)) == run / "trace.json"
+
+    def test_file_that_is_renamed_meanwhile_is_left_out(self, tmp_path: Path) -> None:
+        assert read_timeline(tmp_path / "trace.json") is None
 
 
 class TestSamples:

@@ -24,6 +24,13 @@ def test_stored_config_needs_no_variable_of_the_environment(monkeypatch: pytest.
     assert "secret" not in text and stored.ray_init.env_vars.HF_TOKEN == "secret"
 
 
+def test_trace_file_is_stored_with_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given, expected in (("traces/a.json", f"{tmp_path}/traces/a.json"), ("null", None)):
+        loaded = read_config(CONFIG_NAME, [*REQUIRED, f"trainer.trace_file={given}"])
+        assert OmegaConf.create(stored_config(loaded.composed)).trainer.trace_file == expected
+
+
 def test_changed_keys_shows_both_values() -> None:
     before, now = (
         stored_config(read_config(CONFIG_NAME, [*REQUIRED, f"trainer.total_training_steps={n}"]).composed)

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipe_gkd.config.responses import ResponseCounts
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.rows import read_data_set
@@ -300,6 +301,13 @@ class TestReferences:
         assert counts[100] == int(share * 100 + 1e-9)
         for width in (1, 7, 30, 100):
             assert (np.abs(counts[width:] - counts[:-width] - share * width) < 1 + 1e-3).all()
+
+    @pytest.mark.parametrize("share", [0.0, 0.01, 0.29, 1 / 3, 0.5, 0.9, 1.0])
+    def test_no_batch_has_more_responses_than_the_counted_ones(self, tmp_path: Path, share: float) -> None:
+        prompts = reference_loader(tmp_path, 98, share, train_batch_size=7, warmup_steps=2)
+        keys = ("data.train_batch_size=7", "actor_rollout_ref.rollout.n=2", f"gkd.sft_share={share}")
+        largest = max(len(batch.prompts) for batch in prompts.batches(0, 0))
+        assert largest == ResponseCounts.most(base_config(*keys, "gkd.warmup_steps=2")).trained
 
     @pytest.mark.parametrize("share", [0.0, 0.3])
     def test_warm_up_steps_have_references_only(self, tmp_path: Path, share: float) -> None:

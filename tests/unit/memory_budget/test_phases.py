@@ -56,6 +56,12 @@ class TestPhaseMemory:
             assert update == ALL | kept
             assert ("KV cache" in sync) == (level == 0)
 
+    def test_bucket_of_adapters_has_their_size(self) -> None:
+        student = ActorMemory(stages=[STATES], n_weights=GIB, n_adapters=GIB // 64)
+        lora = (f"{ACTOR}.lora.rank=8", f"{ACTOR}.lora.sync=adapter", f"{ROLLOUT}.sleep_level=1")
+        sync, _, _ = parts(*lora, student=student)
+        assert sync["buckets"] == 2 / 64
+
     def test_engine_has_its_own_type_and_layout(self) -> None:
         found = parts(
             f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"

@@ -9,10 +9,11 @@ import pytest
 from pipeline_stages import BatchTimes, Pools, Stages, drive
 from virtual_time import run
 
+from recipe_gkd.config.staleness import MAX_STALENESS
 from recipe_gkd.metrics.advice.advice import STEPS_BEFORE_ADVICE, STEPS_BEFORE_REPEAT, Advisor
 from recipe_gkd.metrics.advice.measured_stages import stage_seconds
 from recipe_gkd.metrics.advice.resource_layout import ResourceLayout
-from recipe_gkd.metrics.advice.what_if import more_devices, no_cost_changes, splits_of
+from recipe_gkd.metrics.advice.what_if import larger_buckets, more_devices, no_cost_changes, splits_of
 from recipe_gkd.pipeline.config import PipelineConfig
 from recipe_gkd.ray_cluster.capacity import ClusterCapacity
 from recipe_gkd.ray_cluster.pools import PoolSpec
@@ -242,16 +243,23 @@ def test_splits_of_respects_parallel_layout() -> None:
     assert not list(splits_of(replace(LAYOUT, shared=True)))
 
 
+SHARED = {"actor_rollout_ref.hybrid_engine": "true", "trainer.scheduler": "sync"}
+
+
 @pytest.mark.parametrize(
     "layout",
     [
+        *({"trainer.scheduler": name} for name in MAX_STALENESS),
+        *({"trainer.scheduler": "n_step_off", "trainer.max_staleness": lag} for lag in (0, 1, 2, 3)),
+        {"trainer.scheduler": "sync", f"{TEACHER}.sleep_between_batches": "true"},
+        SHARED | {"trainer.n_gpus_per_node": 2},
         {"trainer.n_gpus_per_node": 6, "rollout.n_gpus_per_node": 6, "megatron.tensor_model_parallel_size": 2}
         | {"megatron.expert_model_parallel_size": 3, "megatron.expert_tensor_parallel_size": 1},
         {"trainer.nnodes": 3, "trainer.n_gpus_per_node": 4, "megatron.tensor_model_parallel_size": 6}
         | {"rollout.nnodes": 2, "rollout.n_gpus_per_node": 4, "rollout.tensor_model_parallel_size": 4},
     ],
 )
-def test_every_proposal_is_a_valid_configuration(layout: dict[str, int]) -> None:
+def test_every_proposal_is_a_valid_configuration(layout: dict[str, str | int]) -> None:
     long_names = {
         "megatron": "actor_rollout_ref.actor.megatron",
         "rollout.tensor_model_parallel_size": "actor_rollout_ref.rollout.tensor_model_parallel_size",
@@ -262,14 +270,22 @@ def test_every_proposal_is_a_valid_configuration(layout: dict[str, int]) -> None
         return long_names.get(short, "") + name[len(short) :]
 
     overrides = [f"{full(name)}={value}" for name, value in layout.items()]
-    layout = ResourceLayout.of(base_config(*overrides))
-    stages = stage_seconds(train(3.0, 1.0, 3.0, n_steps=5))
-    changes = [*no_cost_changes(layout, stages), *more_devices(layout, stages)]
+    resources = ResourceLayout.of(base_config(*overrides))
+    steps = with_weights(train(3.0, 1.0, 3.0, n_steps=5), megabytes=3000)
+    stages = stage_seconds(steps)
+    changes = [
+        *no_cost_changes(resources, stages),
+        *larger_buckets(resources, stages, steps),
+        *more_devices(resources, stages),
+    ]
     proposed = [re.findall(r"[\w.]+=\w+", change.text) for change in changes]
-    proposed += [text.split() for text, _, _ in splits_of(layout)]
+    proposed += [text.split() for text, _, _ in splits_of(resources)]
     for keys in proposed:
         base_config(*overrides, *keys)
-    assert len(changes) >= 4
+    assert len(changes) >= (2 if resources.takes_turns else 4)
+    assert any("trainer.scheduler" in str(keys) or "max_staleness" in str(keys) for keys in proposed) == (
+        not resources.takes_turns
+    )
 
 
 def test_resource_layout_of_config() -> None:
@@ -286,7 +302,13 @@ def test_resource_layout_of_config() -> None:
     )
     layout = ResourceLayout.of(config)
     assert layout == ResourceLayout(
-        staleness=3, actor=(1, 8), rollout=(1, 4), actor_divisor=8, rollout_divisor=2, n_teachers=5
+        staleness=3,
+        is_n_step_off=True,
+        actor=(1, 8),
+        rollout=(1, 4),
+        actor_divisor=8,
+        rollout_divisor=2,
+        n_teachers=5,
     )
 
 

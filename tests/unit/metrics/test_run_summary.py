@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipe_gkd.checkpoints.folders import final_folder
 from recipe_gkd.metrics.run_summary import RunSummary
-from tests._support.checkpoint_files import write_checkpoints
 
 
 def make_metrics(kl: float) -> dict[str, float]:
@@ -20,10 +18,9 @@ class TestRunSummary:
         for step, kl in ((5, 0.5), (6, 0.3), (7, 0.125)):
             summary.observe(step, make_metrics(kl))
         summary.observe(8, {**make_metrics(0.1), "val/math/score": 0.75})
-        write_checkpoints(tmp_path, 8)
-        model = final_folder(tmp_path, 8) / "huggingface"
-        model.mkdir(exist_ok=True)
-        assert summary.render(tmp_path).splitlines() == [
+        model = tmp_path / "global_step_8" / "huggingface"
+        model.mkdir(parents=True)
+        assert summary.render(saved=model.parent, resumed_from=tmp_path / "global_step_4").splitlines() == [
             "  steps               4 (5 to 8)",
             "  time                8.0 s, 2.00 s per step",
             "  the trainer's time  updates 50%, waiting for generation 25%, other 25%",
@@ -33,8 +30,18 @@ class TestRunSummary:
             f"  trained model       {model}",
         ]
 
-    def test_run_without_steps_and_checkpoints_has_rows(self, tmp_path: Path) -> None:
-        assert RunSummary("jsd").render(tmp_path).splitlines() == [
+    def test_restart_continues_the_summary_and_names_what_it_resumed_from(self, tmp_path: Path) -> None:
+        summary = RunSummary("jsd")
+        for step in (5, 6, 7, 6, 7, 8):
+            summary.observe(step, make_metrics(1 / step))
+        checkpoint = tmp_path / "global_step_5"
+        lines = summary.render(saved=None, resumed_from=checkpoint).splitlines()
+        assert lines[0].split(maxsplit=1) == ["steps", "6 (5 to 8, 2 repeated)"]
+        assert lines[1].split(maxsplit=1) == ["time", "12.0 s, 2.00 s per step"]
+        assert lines[-1].split(maxsplit=1) == ["checkpoint", f"{checkpoint} (resumed from)"]
+
+    def test_run_without_steps_and_checkpoints_has_rows(self) -> None:
+        assert RunSummary("jsd").render(saved=None, resumed_from=None).splitlines() == [
             "  steps       none",
             "  checkpoint  none (trainer.save_freq)",
         ]
