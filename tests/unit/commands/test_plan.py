@@ -100,7 +100,7 @@ class TestEstimateRun:
     def test_sync_of_adapters_sends_their_factors_in_the_training_type(self, student: Path, strategy: str) -> None:
         lora = (f"{ACTOR}.strategy={strategy}", f"{ACTOR}.lora.rank=16")
         paths = (f"actor_rollout_ref.model.path={student}", *lora)
-        merged, adapter = (base_config(*paths, f"{ACTOR}.lora.sync={sync}") for sync in ("merged", "adapter"))
+        merged, adapter = (gpu_config(*paths, f"{ACTOR}.lora.sync={sync}") for sync in ("merged", "adapter"))
         assert estimate_run(merged, "cuda", None).sync_bytes == 2 * 7_615_616_512
         sizes = [(3584, 3584), (3584, 512), (3584, 512), (3584, 3584)]  # inputs and outputs of q, k, v, o
         sizes += [(3584, 18944), (3584, 18944), (18944, 3584)]
