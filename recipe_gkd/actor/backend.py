@@ -142,8 +142,13 @@ class Backend(Protocol):
             state: ``params``, ``grads`` or ``optimizer``. ``grads`` are permanent buffers only.
         """
 
-    def weights_meta(self) -> list[list[TensorMeta]]:
-        """Return Hugging Face name, complete shape and dtype of the tensors of each weight, in order."""
+    def weights_meta(self, dtype: torch.dtype | None = None) -> list[list[TensorMeta]]:
+        """Return Hugging Face name, complete shape and dtype of the tensors of each weight, in order.
+
+        Args:
+            dtype: Data type in place of the exported parameters' one. Buffers are exported in the data type of their
+                computation, such as a router's correction in float32.
+        """
 
     def export_weights(self, first: int = 0, last: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield names and complete tensors of a range of weights on rank 0, and nothing on other ranks.

@@ -29,15 +29,18 @@ _MODEL = (
     "experimental_attention_variant", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_latent_size",
     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_topk", "moe_router_pre_softmax",
     "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
-    "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "rotary_interleaved",
+    "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_topk_limited_devices",
+    "moe_apply_probs_on_input", "rotary_interleaved",
 )  # fmt: skip
 _SAME_MODEL = "the actor and the rollout engine must compute the model of config.json"
+_DROPS_TOKENS = f"tokens above the capacity have no experts, and {_SAME_MODEL}"
 _NO_NOISE = "the rollout engine's log-probabilities have no such noise"
 # Fields that Megatron 0.19 has and 0.16 does not have.
 NEWER_FIELDS = {
     **dict.fromkeys(_WEIGHT_SHARDS, "the weight sync and checkpoints do not support such shards"),
     **dict.fromkeys(_NEWER_MODEL, _SAME_MODEL),
     "moe_router_force_biased": _NO_NOISE,
+    "moe_expert_rank_capacity_factor": _DROPS_TOKENS,
 }
 # Fields that must not be overridden, each with the reason.
 FIXED_FIELDS = {
@@ -46,6 +49,7 @@ FIXED_FIELDS = {
     **dict.fromkeys(_MODEL, _SAME_MODEL),
     **dict.fromkeys(_RANDOM, _NO_NOISE),
     **NEWER_FIELDS,
+    "moe_expert_capacity_factor": _DROPS_TOKENS,
     "calculate_per_token_loss": "the objective is a mean over the global batch",
     "variable_seq_lengths": "sequences are packed",
     "attention_backend": "it is chosen for the GPU, so that no matrix of scores is stored",

@@ -28,6 +28,8 @@ from recipe_gkd.runtime.durable_files import sync_file, sync_folder, sync_tree
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 MAX_FILE_BYTES = 4 << 30
+CHAT_TEMPLATES = "additional_chat_templates"
+"""Folder in which a tokenizer has its named chat templates."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ def save_hf_folder(backend: Backend, path: Path, source: Path, timeout_s: float)
     Args:
         backend: Model in training.
         path: Folder to create or replace.
-        source: Folder that the model was loaded from. All its files except the weights are copied.
+        source: Folder that the model was loaded from. All its files except the weights are copied, and its named chat
+            templates, but no other folder.
         timeout_s: Deadline of the save, in seconds.
 
     Raises:
@@ -134,12 +137,14 @@ def plan_files(weights: Sequence[Sequence[TensorMeta]], max_file_bytes: int) -> 
 
 
 def _create_folder(folder: Path, source: Path, dtype: str, extra_files: Mapping[str, bytes]) -> None:
-    """Create a folder with all files of ``source`` except its weights, and with ``extra_files``."""
+    """Create a folder with all files of ``source`` except its weights, its chat templates, and ``extra_files``."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for file in source.iterdir():
+    for file in [*source.iterdir(), *(source / CHAT_TEMPLATES).glob("*.jinja")]:
         if file.is_file() and not _is_weights(file.name):
-            shutil.copyfile(file, folder / file.name)  # with the permissions of the umask
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)  # with the permissions of the umask
     _set_dtype(folder / "config.json", dtype)
     for name, content in extra_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

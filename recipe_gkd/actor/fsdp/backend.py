@@ -148,9 +148,9 @@ class FsdpBackend:
         """Return the tensors of a state on this rank; see :class:`~recipe_gkd.actor.backend.Backend`."""
         return state_tensors(self.model, state)
 
-    def weights_meta(self) -> list[list[TensorMeta]]:
-        """Return the name in the model folder, complete shape and dtype of each tensor, in order."""
-        return weights_meta(self.model.module, self._stored, self.dtype)
+    def weights_meta(self, dtype: torch.dtype | None = None) -> list[list[TensorMeta]]:
+        """Return the tensors of each weight, in order; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        return weights_meta(self.model.module, self._stored, dtype or self.dtype)
 
     def export_weights(self, first: int = 0, last: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield complete tensors on rank 0; see :func:`recipe_gkd.actor.fsdp.weights.export_weights`."""

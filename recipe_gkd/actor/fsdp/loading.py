@@ -67,7 +67,6 @@ def load_sharded(
     for embedding in module.modules():
         if isinstance(embedding, torch.nn.Embedding):  # Gemma 4 has a second one
             embedding.padding_idx = None
-    module.requires_grad_(True)
     if lora is not None and lora.rank:
         add_adapters(module, lora)
     shard(module, config, mesh, device)
@@ -100,6 +99,7 @@ def _describe(folder: Path, *, trust_remote_code: bool) -> _Described | ModelErr
             )
         with FolderReader(folder) as reader:
             stored = stored_tensors(module, folder, reader.shapes())
+        _register_constants(module)
         return _Described(module, stored, computed_buffers(module))
     except ModelError as error:
         return error
@@ -109,6 +109,18 @@ def _describe(folder: Path, *, trust_remote_code: bool) -> _Described | ModelErr
             remedy="check the folder with AutoModelForCausalLM.from_pretrained",
             path=folder,
         )
+
+
+def _register_constants(module: nn.Module) -> None:
+    """Make buffers of the parameters that a model excludes from training, such as the router's correction of ERNIE 4.5.
+
+    FSDP would compute with a parameter in the data type of the weights, and a rounded correction chooses other experts.
+    """
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                delattr(part, name)
+                part.register_buffer(name, parameter.detach())
 
 
 def computed_buffers(module: PreTrainedModel) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ def weights_meta(module: nn.Module, stored: Mapping[str, StoredTensor], dtype: t
     Args:
         module: Sharded model.
         stored: Result of :func:`~recipe_gkd.actor.fsdp.folder_tensors.stored_tensors`.
-        dtype: Data type of exported weights.
+        dtype: Data type of exported parameters. Buffers keep theirs.
     """
     state = base_state(module)
     dtypes = {name: str(_dtype(state[name], dtype)).removeprefix("torch.") for name in stored}
@@ -45,7 +45,7 @@ def export_weights(
     Args:
         module: Sharded model.
         stored: Result of :func:`~recipe_gkd.actor.fsdp.folder_tensors.stored_tensors`.
-        dtype: Data type of exported weights.
+        dtype: Data type of exported parameters. Buffers keep theirs.
         is_first_rank: True on rank 0.
         first: Index of the first weight.
         last: Index after the last weight; None for all.
@@ -72,4 +72,5 @@ def export_weights(
 
 
 def _dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype
+    """Return the data type of an export. Buffers, such as a router's correction, keep the one of their computation."""
+    return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype

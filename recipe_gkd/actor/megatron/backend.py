@@ -120,9 +120,9 @@ class MegatronBackend:
         """Return the tensors of a state on this rank; see :class:`~recipe_gkd.actor.backend.Backend`."""
         return state_tensors(self.model, state)
 
-    def weights_meta(self) -> list[list[TensorMeta]]:
-        """Return Hugging Face name, complete shape and dtype of the tensors of each weight, in order."""
-        return [weights_meta([weight], self.dtype) for weight, _ in self.model.weights]
+    def weights_meta(self, dtype: torch.dtype | None = None) -> list[list[TensorMeta]]:
+        """Return the tensors of each weight, in order; see :class:`~recipe_gkd.actor.backend.Backend`."""
+        return [weights_meta([weight], dtype or self.dtype) for weight, _ in self.model.weights]
 
     def export_weights(self, first: int = 0, last: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield complete tensors on rank 0; see :func:`recipe_gkd.actor.megatron.export.export_weights`."""

@@ -114,7 +114,12 @@ def rng_state(layout: Layout) -> ShardedObject:
 
 
 def restore_rng(states: dict[str, Any]) -> None:
-    """Set the random generators to states from :func:`rng_state`."""
+    """Set the random generators to states from :func:`rng_state`, if they are of the same kind of device.
+
+    Megatron's tracker has states of the device's generator, which no generator of another kind of device accepts.
+    """
+    if ("cuda" in states) != torch.cuda.is_available():
+        return
     torch.set_rng_state(states["torch"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.student_dims import MoEConfig
 from recipe_gkd.config.keys import MEGATRON
@@ -18,7 +20,8 @@ UNEQUAL_STAGES = {
 def ensure_layout_fits(dims: ModelDims, config: MegatronConfig) -> None:
     """Check that the parallel layout divides the heads, the feed-forward columns, the experts and the layers.
 
-    Context parallelism has its own check, :func:`ensure_heads_fit_context`.
+    Context parallelism has its own check, :func:`ensure_heads_fit_context`. Megatron divides the layers with the fields
+    of ``UNEQUAL_STAGES``; see :func:`ensure_ranks_have_experts`.
 
     Raises:
         ConfigError: It does not.
@@ -43,8 +46,34 @@ def ensure_layout_fits(dims: ModelDims, config: MegatronConfig) -> None:
             "(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size)",
             keys=_keys("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
         )
-    if dims.moe is not None:
-        _check_stages_have_experts(dims.moe.layers, config.pipeline_model_parallel_size, stages)
+    size, ranks = dims.layers // stages, config.pipeline_model_parallel_size
+    starts = [range(rank * size, dims.layers, ranks * size) for rank in range(ranks)]
+    ensure_ranks_have_experts(dims.moe, [[start + layer for start in each for layer in range(size)] for each in starts])
+
+
+def ensure_ranks_have_experts(moe: MoEConfig | None, layers_by_rank: Sequence[Sequence[int]]) -> None:
+    """Check that each pipeline rank has a layer with experts.
+
+    Megatron cannot save the optimizer if one rank has dense layers only and another rank has experts.
+
+    Args:
+        moe: Mixture of experts; None for a dense model.
+        layers_by_rank: Indices of the layers of each pipeline rank.
+
+    Raises:
+        ConfigError: A rank has none.
+    """
+    if moe is None:
+        return
+    for rank, layers in enumerate(layers_by_rank):
+        if not any(moe.layers[layer] for layer in layers):
+            raise ConfigError(
+                f"{MEGATRON}.pipeline_model_parallel_size={len(layers_by_rank)}: pipeline rank {rank} would have no "
+                f"experts (its layers: {', '.join(map(str, layers)) or 'none'}), while other ranks have experts",
+                remedy="choose fewer stages, or another division of the layers (layers with experts: "
+                f"{', '.join(str(number) for number, is_moe in enumerate(moe.layers) if is_moe)})",
+                keys=_keys("pipeline_model_parallel_size"),
+            )
 
 
 def ensure_heads_fit_context(dims: ModelDims, config: MegatronConfig) -> None:
@@ -123,17 +152,3 @@ def _check_sequence_parallel(dims: ModelDims, config: MegatronConfig) -> None:
             remedy=f"set {MEGATRON}.sequence_parallel=true",
             keys=_keys("sequence_parallel", "tensor_model_parallel_size"),
         )
-
-
-def _check_stages_have_experts(layers: tuple[bool, ...], ranks: int, stages: int) -> None:
-    # Megatron cannot save the optimizer if one rank has dense layers only and another rank has experts.
-    per_stage = len(layers) // stages
-    for rank in range(ranks):
-        if not any(any(layers[stage * per_stage :][:per_stage]) for stage in range(rank, stages, ranks)):
-            raise ConfigError(
-                f"{MEGATRON}.pipeline_model_parallel_size={ranks}: pipeline rank {rank} would have dense layers only, "
-                "while other ranks have experts",
-                remedy="choose fewer stages (layers with experts: "
-                f"{', '.join(str(number) for number, is_moe in enumerate(layers) if is_moe)})",
-                keys=_keys("pipeline_model_parallel_size"),
-            )

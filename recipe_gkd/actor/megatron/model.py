@@ -19,10 +19,15 @@ from recipe_gkd.actor.attention_kernels import AttentionKernel
 from recipe_gkd.actor.megatron.data_parallel import ddp_config
 from recipe_gkd.actor.megatron.experts import adjust_experts
 from recipe_gkd.actor.megatron.layer_spec import decoder_spec, ensure_megatron_supports_te
-from recipe_gkd.actor.megatron.layout_checks import ensure_heads_fit_context, ensure_layout_fits
+from recipe_gkd.actor.megatron.layout_checks import (
+    ensure_heads_fit_context,
+    ensure_layout_fits,
+    ensure_ranks_have_experts,
+)
 from recipe_gkd.actor.megatron.model_dims import ModelDims
 from recipe_gkd.actor.megatron.overrides import checked_overrides
 from recipe_gkd.actor.megatron.packed_attention import attention_kernel
+from recipe_gkd.actor.megatron.pipeline_stages import layers_by_rank
 from recipe_gkd.actor.megatron.rotary import frequencies, set_rotary_embedding
 from recipe_gkd.actor.megatron.transformer_impl import KEY, ResolvedImpl, resolve_transformer_impl
 from recipe_gkd.actor.student_dims import MoEConfig
@@ -56,6 +61,7 @@ def transformer_config(dims: ModelDims, config: MegatronConfig, device: torch.de
     if impl == "transformer_engine":
         ensure_megatron_supports_te()
     transformer = _build_config(dims, config, device, impl)
+    ensure_ranks_have_experts(dims.moe, layers_by_rank(transformer))
     if config.context_parallel_size > 1 and attention_kernel(transformer) is not AttentionKernel.TE_FUSED:
         ensure_heads_fit_context(dims, config)
     return transformer
@@ -89,7 +95,8 @@ def check_overrides(dims: ModelDims, config: MegatronConfig, device: str) -> Non
             logged, and the workers check them again.
 
     Raises:
-        ConfigError: An override is unknown or not allowed, or has a value that Megatron does not accept.
+        ConfigError: An override is unknown or not allowed, has a value that Megatron does not accept, or divides the
+            layers so that a pipeline rank has no experts.
     """
     ddp_config(config, overlaps=True)
     implementations: list[ResolvedImpl] = ["local"]
@@ -98,10 +105,11 @@ def check_overrides(dims: ModelDims, config: MegatronConfig, device: str) -> Non
     problems = []
     for impl in implementations:
         try:
-            _build_config(dims, config, torch.device("cpu"), impl)
-            return
+            built = _build_config(dims, config, torch.device("cpu"), impl)
         except ConfigError as error:
             problems.append(error)
+        else:
+            return ensure_ranks_have_experts(dims.moe, layers_by_rank(built))
     of_packages = [error for error in problems if _needs_package(error)]
     if device == "cpu" or not of_packages:
         raise problems[0]

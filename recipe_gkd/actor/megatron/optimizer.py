@@ -61,10 +61,18 @@ def wrap_and_optimize(
 
 
 class _Bfloat16(Float16Module):
-    """Wrapper that keeps the logits in bfloat16.
+    """Wrapper that keeps the logits in bfloat16, and the buffers as they are.
 
-    The loss converts them to float32 in chunks. A complete float32 copy would be the peak of the memory use.
+    The loss converts the logits to float32 in chunks. A complete float32 copy would be the peak of the memory use.
     """
+
+    def __init__(self, config: TransformerConfig, module: GPTModel) -> None:
+        # Megatron would replace the routers' corrections and counts by rounded copies. Rounded corrections choose other
+        # experts, and the weight table has the tensors from before the wrap.
+        buffers = [(part, name, tensor) for part in module.modules() for name, tensor in part._buffers.items()]
+        super().__init__(config, module)
+        for part, name, tensor in buffers:
+            part._buffers[name] = tensor
 
     def forward(self, *inputs: object, **kwargs: object) -> torch.Tensor:
         output: torch.Tensor = super().forward(*inputs, fp32_output=False, **kwargs)

@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder global_step_N, or folder of a run")
     parser.add_argument("out", type=lambda text: Path(text).expanduser(), metavar="OUT", help="folder to create")
     parser.add_argument("--adapter", action="store_true", help="write the LoRA adapters, not merged, for peft")
-    parser.add_argument("--dtype", choices=DTYPES, help="data type of the weights (default: the run's)")
+    parser.add_argument("--dtype", choices=DTYPES, help="data type of the parameters (default: the run's)")
     parser.add_argument(
         "--max-shard-gb",
         type=_positive,

@@ -18,7 +18,6 @@ from recipe_gkd.actor.strategy import build_backend
 from recipe_gkd.commands.export.source import Source, with_float32
 from recipe_gkd.errors import CheckpointError
 from recipe_gkd.runtime.durable_files import sync_tree
-from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 
 ADAPTER = "adapter/"
 """Folder of the adapters in a saved Hugging Face folder."""
@@ -30,7 +29,7 @@ def write_model(source: Source, out: Path, *, dtype: str | None, max_shard_bytes
     Args:
         source: Checkpoint.
         out: Folder to create. An empty folder is replaced.
-        dtype: Data type of floating-point weights. None: the run's.
+        dtype: Data type of the parameters; corrections of routers stay float32. None: the run's.
         max_shard_bytes: Maximum size of a weight file. A larger weight gets its own file.
 
     Raises:
@@ -40,13 +39,11 @@ def write_model(source: Source, out: Path, *, dtype: str | None, max_shard_bytes
     if dtype == source.dtype:
         dtype = None
     with loaded(source if dtype is None else with_float32(source)) as backend:
-        weights = backend.weights_meta()
-        if dtype is not None:
-            weights = [[_converted(meta, dtype) for meta in group] for group in weights]
+        weights = backend.weights_meta(None if dtype is None else getattr(torch, dtype))
+        dtypes = {name: getattr(torch, of_tensor) for tensors in weights for name, _, of_tensor in tensors}
 
         def export(first: int, end: int) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in backend.export_weights(first, end):
-                yield name, tensor if dtype is None else _as_dtype(tensor, dtype)
+            return ((name, tensor.to(dtypes[name])) for name, tensor in backend.export_weights(first, end))
 
         out.parent.mkdir(parents=True, exist_ok=True)
         write_hf_folder(out, source.model, weights, export, _run_at(out), max_file_bytes=max_shard_bytes)
@@ -131,12 +128,3 @@ def _write_files(partial: Path, out: Path, files: dict[str, bytes]) -> None:
     if out.exists():
         out.rmdir()
     partial.rename(out)
-
-
-def _converted(meta: TensorMeta, dtype: str) -> TensorMeta:
-    name, size, old = meta
-    return name, size, dtype if getattr(torch, old).is_floating_point else old
-
-
-def _as_dtype(tensor: Tensor, dtype: str) -> Tensor:
-    return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor

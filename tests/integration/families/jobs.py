@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from recipe_gkd.actor.fsdp.packing import RowStyle
+from recipe_gkd.commands.export.source import Source
+from recipe_gkd.commands.export.write import write_model
 from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
@@ -74,6 +76,14 @@ def update_and_save(
         metrics = update(actor, batch, 0)
         actor.save_hf(folder)
         return metrics, exported(actor)
+
+
+def export_checkpoint(
+    rank: int, world_size: int, port: int, config: Config, checkpoint: Path, out: Path, dtype: str
+) -> None:
+    """Write the weights of a checkpoint in another data type, as the command ``export`` does."""
+    source = Source(checkpoint=checkpoint, config=config, model=Path(config.actor_rollout_ref.model.path))
+    write_model(source, out, dtype=dtype, max_shard_bytes=1 << 30)
 
 
 def _record_logits(loss: Any, logits: dict[int, Tensor], student: Any, batch: Any) -> Any:

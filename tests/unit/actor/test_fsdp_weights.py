@@ -81,7 +81,11 @@ def test_export_has_the_tensors_of_the_folder(
         assert torch.equal(found[key], tensor), key
     meta = [entry for tensors in weights_meta(model, forms, torch.bfloat16) for entry in tensors]
     assert [(key, tuple(tensor.shape)) for key, tensor in found.items()] == [entry[:2] for entry in meta]
-    assert {dtype for _, _, dtype in meta} == {"bfloat16"}
+    buffers = dict(model.named_buffers()).keys() & found.keys()
+    assert {key for key, _, dtype in meta if dtype == "float32"} == buffers and bool(buffers) == (name == BUFFER)
+    assert {dtype for key, _, dtype in meta if key not in buffers} == {"bfloat16"}
+    halves = dict(export_weights(model, forms, torch.bfloat16, is_first_rank=True))
+    assert [str(halves[key].dtype) for key, *_ in meta] == [f"torch.{dtype}" for *_, dtype in meta]
 
 
 def test_joined_experts_are_exported_one_by_one(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from recipe_gkd.actor.megatron.families.reading import read_model_dims
 from recipe_gkd.actor.megatron.layout_checks import ensure_heads_fit_context, ensure_layout_fits
+from recipe_gkd.actor.megatron.model import check_overrides
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.preflight import read_student
 from tests._support.errors import raises
@@ -153,3 +155,27 @@ class TestEnsureLayoutFits:
         config: Any = make_config(folders[kind], *overrides, ranks=ranks)
         with raises(ConfigError, keys=keys(*names)):
             ensure_layout_fits(read_model_dims(folders[kind]), config.actor_rollout_ref.actor.megatron)
+
+    @pytest.mark.parametrize(
+        ("stages", "overrides", "is_refused"),
+        [
+            (3, ["num_layers_in_first_pipeline_stage=1", "num_layers_in_last_pipeline_stage=2"], True),  # 0 | 1 | 2 3
+            (3, ["num_layers_in_last_pipeline_stage=2"], True),
+            (2, ["num_layers_in_first_pipeline_stage=3"], False),
+            (3, ["pipeline_model_parallel_layout='Et|t|ttL'"], True),
+            (3, ["pipeline_model_parallel_layout='Et|tt|tL'"], False),
+            (2, ["pipeline_model_parallel_layout='E|t|t|ttL'"], True),  # 1 | 0 2 3, in two virtual stages
+            (3, ["account_for_embedding_in_pipeline_split=true", "account_for_loss_in_pipeline_split=true"], False),
+            (5, ["account_for_embedding_in_pipeline_split=true"], True),  # the first rank has the embedding only
+        ],
+    )
+    def test_unequal_stage_without_experts_raises(
+        self, stages: int, overrides: list[str], is_refused: bool, folders: dict[str, Path]
+    ) -> None:
+        """Layer 1 of the 4 layers is dense."""
+        keys_of_layout = [PP2.replace("=2", f"={stages}"), *(f"+{OVERRIDE}.{override}" for override in overrides)]
+        config: Any = make_config(folders["qwen3_moe"], *keys_of_layout, ranks=stages)
+        dims, megatron = read_model_dims(folders["qwen3_moe"]), config.actor_rollout_ref.actor.megatron
+        ensure_layout_fits(dims, megatron)
+        with raises(ConfigError, keys=keys("pipeline_model_parallel_size")) if is_refused else nullcontext():
+            check_overrides(dims, megatron, "cpu")
