@@ -99,6 +99,15 @@ class Slow(Echo):
         return {"role": "user", "content": "1"}
 
 
+class SlowStart(Echo):
+    """Environment whose constructor takes a second. It writes to its folder that it is closed."""
+
+    def __init__(self, folder: str) -> None:
+        time.sleep(1)
+        super().__init__(folder)
+        self.uid = "started"
+
+
 class Prompting(Echo):
     """Environment that sets the prompt."""
 
