@@ -139,15 +139,10 @@ class Row:
     def _response_text(self, value: object, name: str) -> str:
         if isinstance(value, str):
             return value
-<<<<<<< Updated upstream
         if isinstance(value, list) and len(value) == 1 and role_of(value[0]) == "assistant":
-            if text := self._text_of(value[0], f"{self.where}, column {name}: the message"):
+            text = self._text_of(value[0], f"{self.where}, column {name}: the message")
+            if text:
                 return text
-=======
-        is_message = isinstance(value, list) and len(value) == 1 and role_of(value[0]) == "assistant"
-        if is_message and (text := self._text_of(value[0], f"{self.where}, column {name}: the message")):
-            return text
->>>>>>> Stashed changes
         raise DataError(
             f"{self.where}: the response in column {name!r} is {value!r:.200}; expected a string, or a list of one "
             "assistant message with a text",

@@ -115,6 +115,14 @@ class Prompting(Echo):
         return [{"role": "user", "content": row["ground_truth"]}]
 
 
+class Recalling(Echo):
+    """Environment whose prompt has a tool call in OpenAI's form."""
+
+    async def reset(self, row: dict[str, Any]) -> Any:
+        calls = [{"id": "0", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+        return [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "2"}]
+
+
 class NoReset:
     """Class without the methods of an environment."""
 
