@@ -105,15 +105,15 @@ class Pool:
         bundle = rank * self.spec.slots_per_worker // self.spec.n_per_node
         slots = 0 if self.spec.is_guest else self.spec.slots_per_worker
         is_async = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker))
-        remote: Any = ray.remote(
+        remote: Any = ray.remote(worker)
+        return remote.options(
             num_cpus=slots,
             num_gpus=slots * self.spec.slot.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
             max_restarts=0,
             max_concurrency=ASYNC_CONCURRENCY if is_async else 1,
             runtime_env={"env_vars": env or {}},
-        )(worker)
-        return remote.remote(**arguments)
+        ).remote(**arguments)
 
     def nodes(self) -> dict[str, str]:
         """Return the address of each node of the pool by Ray's id of the node, in the order of the bundles."""
