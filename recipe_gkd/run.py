@@ -92,9 +92,11 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         scorer = opened.enter_context(_open_scorer(config))
         truth_use: TruthUse = "unused" if scorer is None else scorer.truth_use
         validation = read_validation(config, student.tokenizer, truth_use=truth_use, tools=data_set.default_tools)
-        if validation is not None and validation.routes is not None:
-            of_validation = teachers.for_data(validation.routes)
-            read_teacher_prompts(config, validation.data, validation.routes, of_validation.clients, student)
+        if validation is not None:
+            if validation.routes is not None:
+                of_validation = teachers.for_data(validation.routes)
+                read_teacher_prompts(config, validation.data, validation.routes, of_validation.clients, student)
+            check_turns(config, validation.data, student.tokenizer)
         recover(folder.path)
         with waiting_for("start, read the model's weight files and the checkpoints", None, str(student.path)):
             plan = _plan_training(config, data, student, stop_token_ids, environments)
