@@ -118,7 +118,7 @@ class Worker:
         self._free_threads, self._n_late = asyncio.Semaphore(marks.n_threads), 0
         self._environments: dict[int, Any] = {}
         self._calls: defaultdict[int, set[asyncio.Task[None]]] = defaultdict(set)
-        self._late_closes: set[asyncio.Task[None]] = set()
+        self._late_closes: set[asyncio.Future[Any]] = set()
         self.loaded = self._load()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -185,7 +185,7 @@ class Worker:
         """Close an environment whose constructor has ended after its conversation."""
         if created.cancelled() or created.exception() is not None:
             return
-        close = asyncio.get_running_loop().create_task(self._close_environment(created.result()))
+        close = asyncio.gather(self._close_environment(created.result()), return_exceptions=True)
         self._late_closes.add(close)
         close.add_done_callback(self._late_closes.discard)
 
@@ -224,7 +224,8 @@ class Worker:
         try:
             return await self._within_deadline(asyncio.wrap_future(running))
         except (CallFailed, asyncio.CancelledError):  # a conversation that ends cancels its calls
-            loop.call_at(deadline, self._count_if_late, running)
+            if not running.done():
+                loop.call_at(deadline, self._count_if_late, running)
             if on_abandoned is not None:
                 running.add_done_callback(
                     lambda done: loop.call_soon_threadsafe(on_abandoned, done, context=context)  # with its mark
