@@ -173,6 +173,16 @@ def check_recorded_prompts(recording: RecordedTeacher | None, data: PromptData) 
         )  # fmt: skip
 
 
+def find_stop_ids(student: Student, teacher_ids: Collection[int]) -> frozenset[int]:
+    """Return the ids of the student's model folder and of the teachers that the student's tokenizer has.
+
+    Args:
+        teacher_ids: Ids at which the teachers end a turn.
+    """
+    stop_ids = frozenset({*stop_token_ids(str(student.path)), *teacher_ids})
+    return frozenset(token for token in stop_ids if 0 <= token < student.n_tokens)
+
+
 def check_stop_ids(config: Config, student: Student, teacher_ids: Collection[int]) -> frozenset[int]:
     """Check the ids at which a sampled response ends. A run that samples no response needs none.
 
@@ -180,20 +190,20 @@ def check_stop_ids(config: Config, student: Student, teacher_ids: Collection[int
         teacher_ids: Ids at which the teachers end a turn.
 
     Returns:
-        Ids of the student's model folder and of the teachers that the student's tokenizer has.
+        Result of :func:`find_stop_ids`.
 
     Raises:
         ConfigError: There is no such id, and each response would run to its limit. The same error is raised if
             reference responses end with an id that does not end a sampled one: training on them would teach the student
             never to stop.
     """
-    stop_ids = frozenset({*stop_token_ids(str(student.path)), *teacher_ids})
-    usable = frozenset(token for token in stop_ids if 0 <= token < student.n_tokens)
+    usable = find_stop_ids(student, teacher_ids)
     if config.gkd.sft_share == 1 and not runs_validation(config):
         return usable
     remedy = f"in {student.path}/generation_config.json"
     if not usable:
-        found = f"only {sorted(stop_ids)}, which its tokenizer does not have" if stop_ids else "none"
+        stop_ids = sorted({*stop_token_ids(str(student.path)), *teacher_ids})
+        found = f"only {stop_ids}, which its tokenizer does not have" if stop_ids else "none"
         raise ConfigError(
             "no token ends a sampled response, so that each would run to data.max_response_length="
             f"{config.data.max_response_length}: config.json and generation_config.json of the student and of its "

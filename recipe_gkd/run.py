@@ -33,6 +33,7 @@ from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import (
     check_recorded_prompts,
     check_teachers,
+    find_stop_ids,
     read_prompts,
     read_student,
     read_teacher_prompts,
@@ -49,11 +50,11 @@ from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import run_until
 from recipe_gkd.runtime.wait_log import waiting_for
 from recipe_gkd.teachers.cache.setup import open_caches
-from recipe_gkd.teachers.router import open_teachers
+from recipe_gkd.teachers.router import Teachers, open_teachers
 from recipe_gkd.teachers.routes import read_routes
 from recipe_gkd.teachers.worker_count import with_worker_count
 from recipe_gkd.trainer import RewardContext
-from recipe_gkd.validation.validation import read_validation
+from recipe_gkd.validation.validation import Validation, read_validation
 
 log = logging.getLogger("recipe_gkd")
 
@@ -93,9 +94,8 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
         scorer = opened.enter_context(_open_scorer(config))
         truth_use: TruthUse = "unused" if scorer is None else scorer.truth_use
         validation = read_validation(config, student.tokenizer, truth_use=truth_use, tools=data_set.default_tools)
-        if validation is not None and validation.routes is not None:
-            of_validation = teachers.for_data(validation.routes)
-            read_teacher_prompts(config, validation.data, validation.routes, of_validation.clients, student)
+        if validation is not None:
+            _prepare_validation(config, validation, teachers, student)
         recover(folder.path)
         with waiting_for("start, read the model's weight files and the checkpoints", None, str(student.path)):
             plan = _plan_training(config, data, student, stop_token_ids, environments)
@@ -136,6 +136,14 @@ def _choose_data_types(config: Config, resumed: RunFolder | None) -> Config:
     return config
 
 
+def _prepare_validation(config: Config, validation: Validation, teachers: Teachers, student: Student) -> None:
+    """Read the teachers' own prompts of the validation data, and check that they can begin conversations."""
+    if validation.routes is not None:
+        clients = teachers.for_data(validation.routes).clients
+        read_teacher_prompts(config, validation.data, validation.routes, clients, student)
+    check_turns(config, validation.data, student.tokenizer)
+
+
 def _plan_training(
     config: Config,
     data: PromptData,
@@ -163,6 +171,7 @@ def _plan_training(
         references_fingerprint=data.references_fingerprint,
         teacher_prompts_fingerprint=data.teacher_prompts_fingerprint,
         model=identify_model(student.path, student.fingerprint),
+        stop_token_ids=_stop_ids(student, stop_token_ids),
     )
     return TrainingPlan(
         loader=loader,
@@ -174,6 +183,19 @@ def _plan_training(
         if environments is None
         else ConversationStage(ConversationContext(config, student.tokenizer, environments)),
     )
+
+
+def _stop_ids(student: Student, teacher_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the ids at which responses end. Log those of the teachers that the student's folder does not declare."""
+    found = find_stop_ids(student, teacher_ids)
+    if added := sorted(found - find_stop_ids(student, ())):
+        log.info(
+            "responses also end at the teachers' ids %s, which %s does not declare; saved Hugging Face folders declare "
+            "them in generation_config.json",
+            added,
+            student.path,
+        )
+    return tuple(sorted(found))
 
 
 def _recover_at_the_end(root: Path) -> None:

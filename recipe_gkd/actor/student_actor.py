@@ -280,11 +280,12 @@ class StudentActor:
             return token_kl(self.updater, self._config.gkd, self.fetch_rows(samples), step, n_token_ids)
 
     @_memory_explained("save")
-    def save_hf(self, path: str | Path) -> None:
+    def save_hf(self, path: str | Path, stop_token_ids: Sequence[int] = ()) -> None:
         """Write a Hugging Face folder, which is complete when this method returns.
 
         Args:
             path: Folder to create or replace.
+            stop_token_ids: Ids that ended responses in training, which the folder declares.
 
         Raises:
             CheckpointError: It was not written within ``actor.timeout_s``. Raised on all ranks; the actor remains
@@ -293,7 +294,7 @@ class StudentActor:
         self._ensure_usable()
         source = Path(self._config.actor_rollout_ref.model.path)
         with self.backend.in_use(), self.backend.states.on_device("params", read_only=True):
-            save_hf_folder(self.backend, Path(path), source, self.writer.timeout_s)
+            save_hf_folder(self.backend, Path(path), source, self.writer.timeout_s, stop_token_ids=stop_token_ids)
 
     @_memory_explained("save")
     def save_checkpoint(self, path: str | Path) -> None:

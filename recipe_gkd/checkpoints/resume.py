@@ -193,6 +193,7 @@ def read_progress(folder: Path, *, expected: Progress) -> Progress:
         data_fingerprint=found.data_fingerprint and expected.data_fingerprint,
         references_fingerprint=expected.references_fingerprint or found.references_fingerprint,
         teacher_prompts_fingerprint=expected.teacher_prompts_fingerprint or found.teacher_prompts_fingerprint,
+        stop_token_ids=expected.stop_token_ids,
     )
 
 

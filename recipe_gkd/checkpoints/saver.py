@@ -18,7 +18,7 @@ idle. With ``checkpoint.async_save=false`` all transitions happen within ``save(
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -46,8 +46,8 @@ COMPLETION_GRACE_PERIOD_S = 30.0
 class SavingActor(Protocol):
     """Actor rank that writes its part of a checkpoint; see :class:`recipe_gkd.actor.student_actor.StudentActor`."""
 
-    def save_hf(self, path: str) -> None:
-        """Write a Hugging Face folder."""
+    def save_hf(self, path: str, stop_token_ids: Sequence[int]) -> None:
+        """Write a Hugging Face folder that declares these ids."""
 
     def save_checkpoint(self, path: str) -> None:
         """Write a checkpoint, in the background if so configured."""
@@ -78,14 +78,18 @@ class ShardWriters:
         self._with_hf = with_hf
         self._timeout_s = timeout_s
 
-    async def start(self, folder: Path) -> None:
+    async def start(self, folder: Path, stop_token_ids: Sequence[int]) -> None:
         """Write into the checkpoint folder. With ``async_save`` return once every rank has copied its data.
+
+        Args:
+            stop_token_ids: Ids that ended responses in training.
 
         Raises:
             CheckpointError: A rank failed.
         """
         if self._with_hf:  # first, so that a failure leaves no background save behind
-            await self._call_actors(SavingActor.save_hf, str(folder / "huggingface"), timeout_s=self._timeout_s)
+            arguments = str(folder / "huggingface"), stop_token_ids
+            await self._call_actors(SavingActor.save_hf, *arguments, timeout_s=self._timeout_s)
         await self._call_actors(SavingActor.save_checkpoint, str(folder / "actor"), timeout_s=self._timeout_s)
 
     async def finish(self, *, wait: bool, timeout_s: float | None = None) -> bool:
@@ -162,7 +166,7 @@ class CheckpointSaver:
         self._failures.last = None
         try:
             self._writer = await self._folders.make(progress, best)
-            await self._shards.start(self._writer.folder)
+            await self._shards.start(self._writer.folder, progress.stop_token_ids)
         except CheckpointError as error:
             await self._fail(error, FailedSave(progress, best))
             return

@@ -30,6 +30,8 @@ class Progress:
         teacher_prompts_fingerprint: Hash of the teachers' own prompts. Empty if they have always seen the student's.
         model: Identity of the model folder; see :mod:`recipe_gkd.checkpoints.model_identity`. Empty in checkpoints of
             older versions.
+        stop_token_ids: Ids at which sampled responses end: of the model folder and of the teachers, ascending. Empty in
+            checkpoints of older versions.
     """
 
     step: int
@@ -42,6 +44,7 @@ class Progress:
     references_fingerprint: str = ""
     teacher_prompts_fingerprint: str = ""
     model: Mapping[str, str] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from recipe_gkd.conversations.conversation import ConversationState
 from recipe_gkd.conversations.open_batch import Batch, OpenBatch
 from recipe_gkd.conversations.pool import EnvironmentSession
 from recipe_gkd.conversations.process import CallError, EnvironmentLost
-from recipe_gkd.data.messages import Message
+from recipe_gkd.data.messages import Message, read_messages
 from recipe_gkd.data.rows import Row
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.data.transcript import ConversationEnd
@@ -61,7 +61,8 @@ class Attempt:
         with self._opened.outside():
             self._session = await self._context.pool.open(self._key)
             messages = await self._session.reset(_values_of(row))
-        self._messages = messages or self._messages
+        if messages is not None:
+            self._messages = state.reset_messages = messages = read_messages(messages, f"{row.where}: reset")
         state.prompt = self._context.first_prompt(self._batch.data, state.prompt, row, messages)
         for number in range(max_turns):
             prompt = replace(state.prompt, ids=state.context_ids)

@@ -118,6 +118,7 @@ class Worker:
         self._free_threads, self._n_late = asyncio.Semaphore(marks.n_threads), 0
         self._environments: dict[int, Any] = {}
         self._calls: defaultdict[int, set[asyncio.Task[None]]] = defaultdict(set)
+        self._late_closes: set[asyncio.Future[Any]] = set()
         self.loaded = self._load()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -161,7 +162,7 @@ class Worker:
         if method == "close":
             return await self._close(key)
         if method == "reset":
-            self._environments[key] = await self.call(self.loaded.create)
+            self._environments[key] = await self.call(self.loaded.create, on_abandoned=self._close_late)
             return results.as_messages(await self._call_method(key, "reset", arguments), "reset")
         step = results.as_step(await self._call_method(key, "step", arguments))
         environment = self._environments[key]
@@ -173,9 +174,20 @@ class Worker:
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        close = getattr(self._environments.pop(key, None), "close", None)
+        await self._close_environment(self._environments.pop(key, None))
+
+    async def _close_environment(self, environment: Any) -> None:
+        close = getattr(environment, "close", None)
         if close is not None:
             await self.call(close, is_async=_is_async(close))
+
+    def _close_late(self, created: Future[Any]) -> None:
+        """Close an environment whose constructor has ended after its conversation."""
+        if created.cancelled() or created.exception() is not None:
+            return
+        close = asyncio.gather(self._close_environment(created.result()), return_exceptions=True)
+        self._late_closes.add(close)
+        close.add_done_callback(self._late_closes.discard)
 
     async def _call_method(self, key: int, method: str, arguments: Sequence[Any]) -> Any:
         if key not in self._environments:
@@ -186,8 +198,18 @@ class Worker:
             return await function(*arguments)
         return await self.call(partial(function, *arguments), is_async=_is_async(function))
 
-    async def call(self, function: Callable[[], Any], *, is_async: bool = False) -> Any:
+    async def call(
+        self,
+        function: Callable[[], Any],
+        *,
+        is_async: bool = False,
+        on_abandoned: Callable[[Future[Any]], None] | None = None,
+    ) -> Any:
         """Return the result of a function of the user. A plain function runs in a thread.
+
+        Args:
+            on_abandoned: Function that is called when a thread has ended for whose result this call does not wait
+                any more.
 
         Raises:
             CallFailed: It raised, or took longer than its deadline.
@@ -196,17 +218,24 @@ class Worker:
             return await self._within_deadline(function())
         await self._free_threads.acquire()  # the deadline begins when a thread is free
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+        deadline = loop.time() + self._settings["timeout_s"]
         running = self._threads.submit(context.run, self._marks.run_marked, function)
         running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free_threads.release))
         try:
             return await self._within_deadline(asyncio.wrap_future(running))
-        except CallFailed:
+        except (CallFailed, asyncio.CancelledError):  # a conversation that ends cancels its calls
             if not running.done():
-                self._count_late(running)
+                loop.call_at(deadline, self._count_if_late, running)
+            if on_abandoned is not None:
+                running.add_done_callback(
+                    lambda done: loop.call_soon_threadsafe(on_abandoned, done, context=context)  # with its mark
+                )
             raise
 
-    def _count_late(self, running: Future[Any]) -> None:
-        """Count a thread that cannot be stopped. Write the stacks and exit if it is one of too many."""
+    def _count_if_late(self, running: Future[Any]) -> None:
+        """Count a thread that still runs, and cannot be stopped. Write the stacks and exit if it is one of too many."""
+        if running.done():
+            return
 
         def end() -> None:
             self._n_late -= 1

@@ -27,7 +27,7 @@ class CallFailed(Exception):
 
 
 def as_messages(value: object, method: str) -> list[dict[str, Any]] | None:
-    """Return messages of the user's code as JSON has them, None for none.
+    """Return messages of the user's code as JSON has them, None for None and for an empty list.
 
     Raises:
         CallFailed: They are no messages.
@@ -44,7 +44,7 @@ def as_messages(value: object, method: str) -> list[dict[str, Any]] | None:
                 f"such as {', '.join(MESSAGE_ROLES)}",
             )
     found: list[dict[str, Any]] = json.loads(json.dumps(messages, default=str))
-    return found
+    return found or None
 
 
 def as_step(value: object) -> dict[str, Any]:

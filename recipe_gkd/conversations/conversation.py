@@ -20,6 +20,7 @@ class ConversationState:
 
     Attributes:
         prompt: Prompt, whose tokens the environment may have replaced.
+        reset_messages: Messages that the environment has set in place of the row's prompt. None: the row's prompt.
         turns: Response of each turn.
         between: Tokens after each turn but the last one. They may replace all tokens before them.
         messages: Messages after the prompt.
@@ -30,6 +31,7 @@ class ConversationState:
     """
 
     prompt: Prompt
+    reset_messages: list[Message] | None = None
     turns: list[Response] = field(default_factory=list)
     between: list[NextTokens] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -114,6 +116,7 @@ class ConversationState:
                 messages=self.messages,
                 n_turns=len(turns),
                 end=end,
+                prompt=self.reset_messages,
                 n_tool_calls=self.n_tool_calls,
                 n_tool_errors=self.n_tool_errors,
                 step_rewards=tuple(self.rewards),

@@ -38,15 +38,15 @@ def open_environments(config: Config, data_set: DataSet) -> AbstractContextManag
 
 
 def check_turns(config: Config, data: PromptData, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check with the first prompt that the chat template can append messages to sampled turns.
+    """Check that all prompts are messages, and with the first one that the chat template can append messages to turns.
 
     Raises:
-        DataError: The prompts are no messages.
+        DataError: A prompt is a text.
         ConfigError: The template does not describe the tools, or changes earlier turns.
     """
     if not has_conversations(config):
         return
-    rollout, row = config.rollout, data.data_set[data.rows[0]]
+    rollout, row = config.rollout, data.data_set[data.rows[0] if data.text_row is None else data.text_row]
     turns = TurnTemplate(tokenizer, data.template, rollout.history, row.tools, row.where)
     may_call = rollout.tool_parser is not None
     roles = ["tool"] if rollout.tools else ["user", *(["tool"] if may_call else [])]

@@ -17,7 +17,7 @@ REASONING = f"<think>\n{PLACEHOLDER}\n</think>\n\n{PLACEHOLDER}"
 
 
 def check_template(turns: TurnTemplate, prompt: str | list[Message], roles: Sequence[str]) -> None:
-    """Check that messages can follow turns, with the first prompt of the data.
+    """Check that messages can follow turns, with one prompt of the data.
 
     Args:
         turns: Template with the tools of the row.

@@ -6,6 +6,8 @@ Accepted forms of messages::
     [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]  parts of a content are joined
     [{"from": "human", "value": "2+2?"}]                               ShareGPT
     '[{"role": "user", "content": "2+2?"}]'                            JSON text of each of them
+
+The arguments of a tool call are an object, or as in OpenAI's form its JSON text.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ def _message(message: Message, number: int, where: str, drop_nulls: bool) -> Mes
             remedy="correct or remove the row",
         )
     label = f"{where}: the content of message {number} (role {role!r})"
-    content, tool_calls = content_of(message, label), _tool_calls(message, number, where)
+    content, tool_calls = content_of(message, label), tool_calls_of(message, f"{where}: message {number}")
     if content is None and not tool_calls:
         raise DataError(
             f"{label} is null; expected a string, because only a message with tool_calls may have no content",
@@ -139,11 +141,21 @@ def _message(message: Message, number: int, where: str, drop_nulls: bool) -> Mes
         others["tool_calls"] = tool_calls
     if drop_nulls:
         others = {key: without_nulls(value) for key, value in others.items()}
+    if tool_calls is not None:
+        others["tool_calls"] = list(map(_with_parsed_arguments, others["tool_calls"]))
     return {"role": role, "content": content or "", **others}
 
 
-def _tool_calls(message: Message, number: int, where: str) -> list[Any] | None:
-    """Return the tool calls of a message, which may be JSON text. None without any."""
+def tool_calls_of(message: Message, label: str) -> list[dict[str, Any]] | None:
+    """Return the tool calls of a message, which may be JSON text. None without any.
+
+    Args:
+        message: Message before :func:`read_messages`.
+        label: Row and number of the message, for error messages.
+
+    Raises:
+        DataError: They are no list of objects.
+    """
     found = calls = message.get("tool_calls")
     if isinstance(calls, str):
         with suppress(ValueError):  # reported below
@@ -151,9 +163,31 @@ def _tool_calls(message: Message, number: int, where: str) -> list[Any] | None:
     if calls is None or is_list_of_objects(calls):
         return calls
     raise DataError(
-        f"{where}: the tool_calls of message {number} are {found!r:.200}; expected a list of objects, or its JSON text",
+        f"{label} has the tool_calls {found!r:.200}; expected a list of objects, or its JSON text",
         remedy="correct or remove the row",
     )
+
+
+def parsed_arguments(value: Any) -> Any:
+    """Return the arguments of a tool call as an object, as chat templates expect them.
+
+    In OpenAI's form they are the JSON text of an object. Other values are returned unchanged.
+    """
+    if isinstance(value, str):
+        with suppress(ValueError):
+            if isinstance(found := parse_json(value), dict):
+                return found
+    return value
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call whose arguments, in itself or in its ``function``, are an object."""
+    parsed = dict(call)
+    if "arguments" in call:
+        parsed["arguments"] = parsed_arguments(call["arguments"])
+    if isinstance(function := call.get("function"), dict):
+        parsed["function"] = _with_parsed_arguments(function)
+    return parsed
 
 
 def _messages_in_text(text: str, where: str) -> list[Message] | None:

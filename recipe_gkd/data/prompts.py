@@ -46,6 +46,7 @@ class PromptData:
         name: Name of the data set, for messages.
         ids: Token ids of each prompt, int32 [P]. Overlong prompts were dropped or cut.
         rows: Row of each prompt in ``data_set``.
+        text_row: First of these rows whose prompt is a text. None if all prompts are messages.
         template: Settings of the student's chat template.
         reference_ids: Token ids of each reference response, int32 [T]. Empty without ``with_references``.
         fingerprint: Hash of the prompts, the tools and the chat template; see :mod:`recipe_gkd.data.fingerprints`.
@@ -78,6 +79,7 @@ class PromptData:
         self.template = ChatTemplate(config.apply_chat_template_kwargs, config.system_prompt)
         self.ids: list[np.ndarray] = []
         self.rows: list[int] = []
+        self.text_row: int | None = None
         self.fingerprint = self._tokenize(config, tokenizer)
         self._end_ids = frozenset({*stop_token_ids, tokenizer.eos_token_id}) if with_references else frozenset()
         self.teacher_prompts_fingerprint = ""
@@ -109,6 +111,8 @@ class PromptData:
                     ids = truncate_prompt(ids, config, row.where)
             self.ids.append(ids)
             self.rows.append(row.index)
+            if self.text_row is None and isinstance(row.prompt, str):
+                self.text_row = row.index
             inputs.add_prompt(row.prompt, row.tools)
         n_rows, limit = len(self.data_set), f"data.max_prompt_length={config.max_prompt_length}"
         if n_dropped := n_rows - len(self.rows):

@@ -17,7 +17,7 @@ import numpy as np
 
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.files import StoredRows, find_files, read_file
-from recipe_gkd.data.messages import Message, content_of, conversation_of, read_prompt, role_of
+from recipe_gkd.data.messages import Message, content_of, conversation_of, read_prompt, role_of, tool_calls_of
 from recipe_gkd.data.tools import Tools, read_tools
 from recipe_gkd.data.values import ColumnPath, RowColumns, Unreadable, nested_value, without_nulls
 from recipe_gkd.errors import DataError
@@ -130,7 +130,7 @@ class Row:
         if final is None:
             return None
         with self.locate_errors(name):
-            return content_of(final, f"{self.where}, column {name}: the content of the final message")
+            return self._text_of(final, f"{self.where}, column {name}: the final message")
 
     @property
     def _reads_completion(self) -> bool:
@@ -140,14 +140,31 @@ class Row:
         if isinstance(value, str):
             return value
         if isinstance(value, list) and len(value) == 1 and role_of(value[0]) == "assistant":
-            label = f"{self.where}, column {name}: the content of the message"
-            if text := content_of(value[0], label):
+            text = self._text_of(value[0], f"{self.where}, column {name}: the message")
+            if text:
                 return text
         raise DataError(
             f"{self.where}: the response in column {name!r} is {value!r:.200}; expected a string, or a list of one "
             "assistant message with a text",
             remedy="correct or remove the row",
         )
+
+    @staticmethod
+    def _text_of(message: Message, label: str) -> str | None:
+        """Return the text of a message that is the reference response."""
+        if tool_calls_of(message, label):
+            raise DataError(
+                f"{label} calls a tool; expected a text only, because a reference response is trained on as text, "
+                "without its calls",
+                remedy="remove the row, or end the conversation with the response after the call, or train without "
+                "reference responses (gkd.sft_share=0 gkd.warmup_steps=0)",
+            )
+        return content_of(message, f"{label}: its content")
+
+    @property
+    def has_final_response(self) -> bool:
+        """True if the row is a conversation that ends with a message of the assistant."""
+        return self._conversation is not None and self._conversation[2] is not None
 
     @cached_property
     def tools(self) -> Tools | None:

@@ -18,6 +18,7 @@ class Transcript:
     Attributes:
         messages: Messages after the prompt, of all roles.
         n_turns: Number of turns of the student.
+        prompt: Messages that the environment has set in place of the row's prompt. None: the row's prompt.
         n_tool_calls: Number of tool calls.
         n_tool_errors: Number of tool calls that failed. The student saw their errors.
         step_rewards: Reward of the environment after each turn; None for a step without one.
@@ -30,6 +31,7 @@ class Transcript:
     messages: Sequence[Mapping[str, Any]]
     n_turns: int
     end: ConversationEnd
+    prompt: Sequence[Mapping[str, Any]] | None = None
     n_tool_calls: int = 0
     n_tool_errors: int = 0
     step_rewards: tuple[float | None, ...] = ()

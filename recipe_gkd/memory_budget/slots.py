@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 
+from recipe_gkd.runtime.cgroup_memory import limited_groups
 from teacher.common.sizes import MIB
 
 _QUERY_TIMEOUT_S = 60.0
 """Deadline of the query. Without the persistence daemon it takes seconds per GPU."""
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def slot_memory(device: str, n_slots: int) -> int | None:
@@ -23,7 +21,7 @@ def slot_memory(device: str, n_slots: int) -> int | None:
             smallest of these counts. ``"cpu"`` for an equal part of the memory that the processes may use.
     """
     if device == "cpu":
-        return min([psutil.virtual_memory().total, *_cgroup_limits()]) // n_slots
+        return min([psutil.virtual_memory().total, *(group.limit for group in limited_groups())]) // n_slots
     return nth_largest_gpu(query_gpus("memory.total"), n_slots)
 
 
@@ -53,25 +51,3 @@ def query_gpus(field: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
-
-
-def _cgroup_limits() -> Iterator[int]:
-    """Yield the memory limits of this process's control groups and of those around them; nothing without a limit."""
-    try:
-        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        groups = []
-    folders = [(_CGROUPS, "memory.max"), (_CGROUPS / "memory", "memory.limit_in_bytes")]
-    for group in groups:
-        _, controllers, path = group.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
-            root, name = folders[bool(controllers)]  # version 2 lists no controllers
-            own = Path(path.lstrip("/"))
-            folders += [(root / part, name) for part in (own, *own.parents)]
-    for folder, name in folders:
-        try:
-            limit = (folder / name).read_text(encoding="ascii").strip()
-        except OSError:  # in a container the path of the group is the host's
-            continue
-        if limit.isdigit():
-            yield int(limit)

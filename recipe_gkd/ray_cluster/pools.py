@@ -11,6 +11,7 @@ itself could not place an engine on parts of several GPUs.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,10 @@ from recipe_gkd.config import Config
 from recipe_gkd.errors import ResourceError
 from recipe_gkd.ray_cluster.node_probe import node_addresses, own_node, start_probe
 from recipe_gkd.runtime.wait_log import waiting
+
+ASYNC_CONCURRENCY = 1_000_000
+"""Maximum number of calls that an asynchronous worker runs at a time. Each open turn of a conversation is a call. With
+Ray's default of 1000, a weight update waits for turns that wait for this update."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +104,16 @@ class Pool:
         """
         bundle = rank * self.spec.slots_per_worker // self.spec.n_per_node
         slots = 0 if self.spec.is_guest else self.spec.slots_per_worker
-        remote: Any = ray.remote(
+        is_async = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker))
+        remote: Any = ray.remote(worker)
+        return remote.options(
             num_cpus=slots,
             num_gpus=slots * self.spec.slot.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
             max_restarts=0,
+            max_concurrency=ASYNC_CONCURRENCY if is_async else 1,
             runtime_env={"env_vars": env or {}},
-        )(worker)
-        return remote.remote(**arguments)
+        ).remote(**arguments)
 
     def nodes(self) -> dict[str, str]:
         """Return the address of each node of the pool by Ray's id of the node, in the order of the bundles."""

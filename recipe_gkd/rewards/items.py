@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData
-from recipe_gkd.data.rows import VERL_TRUTH
+from recipe_gkd.data.rows import VERL_TRUTH, Row
 from recipe_gkd.data.samples import Prompt, Response
 from recipe_gkd.data.transcript import Transcript
 from recipe_gkd.errors import DataError
@@ -23,7 +23,8 @@ class RewardItem:
     Attributes:
         uid: Index of the sample, for errors.
         where: Row of the prompt, for errors, such as ``row 17 of the training data``.
-        prompt: Prompt: a text, or messages whose contents are texts.
+        prompt: Prompt: a text, or messages whose contents are texts. The messages of an environment's ``reset``, if it
+            returned any.
         response: Decoded response; without special tokens if ``custom_reward_function.skip_special_tokens``. Of a
             conversation, the last turn.
         ground_truth: Value of ``data.ground_truth_key``.
@@ -66,6 +67,12 @@ def conversation_fields(transcript: Transcript) -> dict[str, Any]:
         "info": dict(transcript.numbers),
         **({"failure": transcript.failure} if transcript.failure else {}),
     }
+
+
+def prompt_of(row: Row, response: Response) -> str | list[dict[str, Any]]:
+    """Return the prompt that the student saw: of the row, or the messages of the environment's ``reset``."""
+    transcript = response.transcript
+    return row.prompt if transcript is None or transcript.prompt is None else list(map(dict, transcript.prompt))
 
 
 TruthUse = Literal["required", "optional", "unused"]
@@ -123,7 +130,7 @@ class RewardItems:
         return RewardItem(
             uid=response.uid,
             where=row.where,
-            prompt=row.prompt,
+            prompt=prompt_of(row, response),
             response=str(
                 self._tokenizer.decode(response.last_turn_ids.tolist(), skip_special_tokens=self._skip_special_tokens)
             ),

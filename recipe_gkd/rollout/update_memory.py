@@ -10,6 +10,7 @@ import torch
 
 from recipe_gkd.config.keys import key_name
 from recipe_gkd.errors import ResourceError
+from recipe_gkd.runtime.cgroup_memory import limited_groups
 from teacher.common.cuda_memory import free_cuda_memory
 from teacher.common.sizes import GIB, MIB
 
@@ -71,11 +72,12 @@ def largest_layer_bytes(model: torch.nn.Module) -> int:
 def free_memory(device: torch.device) -> int:
     """Return the memory that this process can still allocate on a device, in bytes.
 
-    On CUDA it includes the blocks that torch keeps for reuse, which the driver counts as used.
+    On CUDA it includes the blocks that torch keeps for reuse, which the driver counts as used. On a CPU the limits of
+    a container count too.
     """
     if device.type == "cuda":
         return free_cuda_memory(device)
-    return psutil.virtual_memory().available
+    return min([psutil.virtual_memory().available, *(group.free for group in limited_groups())])
 
 
 def memory_shortage(

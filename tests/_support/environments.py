@@ -99,11 +99,28 @@ class Slow(Echo):
         return {"role": "user", "content": "1"}
 
 
+class SlowStart(Echo):
+    """Environment whose constructor takes a second. It writes to its folder that it is closed."""
+
+    def __init__(self, folder: str) -> None:
+        time.sleep(1)
+        super().__init__(folder)
+        self.uid = "started"
+
+
 class Prompting(Echo):
     """Environment that sets the prompt."""
 
     async def reset(self, row: dict[str, Any]) -> Any:
         return [{"role": "user", "content": row["ground_truth"]}]
+
+
+class Recalling(Echo):
+    """Environment whose prompt has a tool call in OpenAI's form."""
+
+    async def reset(self, row: dict[str, Any]) -> Any:
+        calls = [{"id": "0", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+        return [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "2"}]
 
 
 class NoReset:

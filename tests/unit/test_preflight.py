@@ -20,6 +20,7 @@ from recipe_gkd.preflight import (
     check_teachers,
     read_student,
 )
+from recipe_gkd.run import _stop_ids
 from teacher.errors import TeacherRequestError
 from teacher.records import TeacherInfo
 from tests._support.base_config import base_config
@@ -197,6 +198,14 @@ class TestCheckStopIds:
     ) -> None:
         assert check_stop_ids(make_config(), make_student(tmp_path, eos=3), ()) == {3}
         assert f"(id {EOS}), but sampled responses end at [3]" in caplog.text
+
+    def test_ids_of_the_teachers_are_declared_and_logged(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO", "recipe_gkd")
+        student = make_student(tmp_path, eos=3)
+        assert _stop_ids(student, (3, 60)) == (3,) and not caplog.records
+        assert _stop_ids(student, (3, 7, 60)) == (3, 7) and "teachers' ids [7]" in caplog.text
 
     @pytest.mark.parametrize(("eos", "stop_ids"), [(None, set()), (3, {3})])
     def test_nothing_sampled_is_silent(

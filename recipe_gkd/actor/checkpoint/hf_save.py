@@ -23,6 +23,7 @@ from torch import Tensor
 
 from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.checkpoint.parallel_write import ParallelWrite
+from recipe_gkd.actor.checkpoint.stop_ids import generation_config
 from recipe_gkd.errors import CheckpointError
 from recipe_gkd.runtime.durable_files import sync_file, sync_folder, sync_tree
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
@@ -48,7 +49,9 @@ The second argument is the reason if this rank has failed already, else None. Ra
 """
 
 
-def save_hf_folder(backend: Backend, path: Path, source: Path, timeout_s: float) -> None:
+def save_hf_folder(
+    backend: Backend, path: Path, source: Path, timeout_s: float, *, stop_token_ids: Sequence[int] = ()
+) -> None:
     """Write the weights of a model as a Hugging Face folder. Collective.
 
     Args:
@@ -57,6 +60,7 @@ def save_hf_folder(backend: Backend, path: Path, source: Path, timeout_s: float)
         source: Folder that the model was loaded from. All its files except the weights are copied, and its named chat
             templates, but no other folder.
         timeout_s: Deadline of the save, in seconds.
+        stop_token_ids: Ids that ended responses in training; see :func:`generation_config`.
 
     Raises:
         CheckpointError: A rank failed to write, or the deadline passed. Raised on all ranks.
@@ -74,7 +78,7 @@ def save_hf_folder(backend: Backend, path: Path, source: Path, timeout_s: float)
             failure=None if failure is None else CheckpointError(failure),
         ).wait()
 
-    extra_files = backend.extra_files()
+    extra_files = {**backend.extra_files(), **generation_config(source, stop_token_ids)}
     write_hf_folder(path, source, backend.weights_meta(), backend.export_weights, run, extra_files=extra_files)
 
 
@@ -98,7 +102,7 @@ def write_hf_folder(
         export: Called with a range of weights on all ranks; returns their tensors on rank 0, and nothing elsewhere.
         run: Runs each function that writes.
         max_file_bytes: Maximum size of a file. A larger weight gets its own file.
-        extra_files: Content of other files on rank 0, by relative path.
+        extra_files: Content of other files on rank 0, by relative path. They replace files of ``source``.
     """
     partial_path = path.with_name(path.name + ".partial")
     run(partial(_create_folder, partial_path, source, weights[0][0][2], extra_files), None)

@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,11 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
         remedy = "choose another --output, or replace it with --overwrite"
         raise DataError(f"{existing[0]} exists", remedy=remedy, file=existing[0])
     split = _split(arguments)
-    columns = [name for name in ("prompt", "response", "ground_truth", "data_source") if name in split.train[0]]
+    columns = [
+        name
+        for name in ("prompt", "response", "ground_truth", "data_source")
+        if any(name in row for row in split.train)
+    ]
     for path, rows in zip(paths, (split.train, split.validation), strict=True):
         if rows:
             write_rows(rows, path)
@@ -261,11 +266,17 @@ def convert_gsm8k(row: Row) -> OutputRow:
 
 
 def convert_columns(row: Row, arguments: argparse.Namespace) -> OutputRow:
-    """Return the columns that have a name in the training format. The prompt is a text or messages."""
+    """Return the columns that have a name in the training format. The prompt is a text or messages.
+
+    The final assistant message of a conversation is the response, if no column is.
+    """
     value = row.values.get(arguments.prompt_column)
     found: OutputRow = {"prompt": str(value) if isinstance(value, int | float) else row.prompt}
     if arguments.response_column is not None:
         found["response"] = _text(row.values.get(arguments.response_column))
+    elif row.has_final_response and "response" not in row.columns.names:
+        with suppress(DataError):  # matters only if it is trained on
+            found["response"] = row.response
     if arguments.ground_truth_column is not None:
         found["ground_truth"] = row.values.get(arguments.ground_truth_column)
     return found

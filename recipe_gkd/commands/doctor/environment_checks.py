@@ -46,5 +46,6 @@ def _check(config: Config, data_sets: Mapping[str, DataSet], tokenizer: PreTrain
             other.default_tools = pool.tools or None
         names = [str(tool.get("function", tool).get("name")) for tool in pool.tools]
     relaxed = replace(config.data, filter_overlong_prompts=True)
-    check_turns(config, PromptData(data_set[:MAX_ROWS], relaxed, tokenizer), tokenizer)
+    for each in data_sets.values():
+        check_turns(config, PromptData(each[:MAX_ROWS], relaxed, tokenizer), tokenizer)
     yield Finding(CHECK, "ok", f"{config.rollout.environment or 'tools'}: {', '.join(names) or 'no tools'}")

@@ -34,7 +34,7 @@ from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
 from recipe_gkd.model_files import load_tokenizer
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
-from recipe_gkd.rewards.items import CONVERSATION, conversation_fields, decode_for_people
+from recipe_gkd.rewards.items import CONVERSATION, conversation_fields, decode_for_people, prompt_of
 from recipe_gkd.rewards.reporting import raw_field, reward_fields, scores_PN
 from recipe_gkd.rollout.offline_engine import OfflineEngineOptions, OfflineSampling, prepare_environment
 from recipe_gkd.runtime.json_lines import json_line
@@ -149,7 +149,7 @@ def evaluate(
         items = [None if response.is_left_out else factory.build_item(prompt, response) for prompt, response in pairs]
     skips = config.custom_reward_function.skip_special_tokens
     texts = [str(tokenizer.decode(one.last_turn_ids.tolist(), skip_special_tokens=skips)) for one in responses]
-    prompts = [(sources[prompt.row], prompt.row, data_set[prompt.row].prompt) for prompt, _ in pairs]
+    prompts = [(sources[prompt.row], prompt.row, prompt_of(data_set[prompt.row], one)) for prompt, one in pairs]
     truths = [item.ground_truth if item is not None else None for item in items] or [None] * len(responses)
     records: list[Record] = [
         _record(str(folder), *prompts[index], texts[index], truths[index], response)

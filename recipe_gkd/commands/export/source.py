@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from recipe_gkd.checkpoints.folders import ACTOR_METADATA, TRAINER
 from recipe_gkd.checkpoints.newest import find_checkpoint
 from recipe_gkd.checkpoints.run_folder import CONFIG
 from recipe_gkd.config import Config
@@ -33,11 +34,13 @@ class Source:
         checkpoint: Folder ``global_step_N``.
         config: Configuration of one rank that can load it.
         model: Model folder that the run started from.
+        stop_token_ids: Ids at which responses ended in training. Empty in checkpoints of older versions.
     """
 
     checkpoint: Path
     config: Config
     model: Path
+    stop_token_ids: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> str:
@@ -74,7 +77,10 @@ def find_source(checkpoint: Path, model: Path | None = None, config_file: Path |
             names=("config.json",),
         )
     OmegaConf.update(settings, MODEL_PATH, str(path))
-    return Source(checkpoint=folder, config=with_data_types(to_config(settings), "cuda"), model=path)
+    stop_ids = tuple(_read_fields(folder, folder / TRAINER).get("stop_token_ids", ()))
+    return Source(
+        checkpoint=folder, config=with_data_types(to_config(settings), "cuda"), model=path, stop_token_ids=stop_ids
+    )
 
 
 def with_float32(source: Source) -> Source:
@@ -90,11 +96,14 @@ def with_float32(source: Source) -> Source:
 
 def _strategy(folder: Path) -> str:
     """Return the backend that saved a checkpoint."""
-    file = folder / "actor" / "metadata.json"
+    return str(_read_fields(folder, folder / ACTOR_METADATA).get("backend", "megatron"))
+
+
+def _read_fields(folder: Path, file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file of a checkpoint."""
     try:
-        description = json.loads(file.read_text())
-        return str(description.get("backend", "megatron"))
-    except (OSError, ValueError, AttributeError) as error:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         what = f"{file} is damaged ({error})"
         raise CheckpointError(what, remedy="use another checkpoint of the run", path=folder) from error
 

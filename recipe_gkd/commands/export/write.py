@@ -13,6 +13,7 @@ from torch import Tensor
 from recipe_gkd.actor.backend import Backend
 from recipe_gkd.actor.checkpoint.files import read_description
 from recipe_gkd.actor.checkpoint.hf_save import write_hf_folder
+from recipe_gkd.actor.checkpoint.stop_ids import generation_config
 from recipe_gkd.actor.ranks import RankSpec
 from recipe_gkd.actor.strategy import build_backend
 from recipe_gkd.commands.export.source import Source, with_float32
@@ -46,7 +47,10 @@ def write_model(source: Source, out: Path, *, dtype: str | None, max_shard_bytes
             return ((name, tensor.to(dtypes[name])) for name, tensor in backend.export_weights(first, end))
 
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_hf_folder(out, source.model, weights, export, _run_at(out), max_file_bytes=max_shard_bytes)
+        files = generation_config(source.model, source.stop_token_ids)
+        write_hf_folder(
+            out, source.model, weights, export, _run_at(out), max_file_bytes=max_shard_bytes, extra_files=files
+        )
 
 
 def write_adapter(source: Source, out: Path) -> None:

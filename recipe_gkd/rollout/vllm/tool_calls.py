@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipe_gkd.config.environments import PARSER
-from recipe_gkd.data.messages import Message
+from recipe_gkd.data.messages import Message, parsed_arguments
 from recipe_gkd.data.samples import Response
 from recipe_gkd.errors import ConfigError, WorkerError
 from teacher.common.vllm_setup import TESTED_VLLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_CACHED_TOOL_LISTS = 64
+"""Number of lists of tools that are kept in vLLM's form. Each row of the data can have its own tools."""
 
 
 class MessageParser:
@@ -32,7 +36,7 @@ class MessageParser:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str | None, end_ids: Collection[int]) -> None:
         self._tokenizer, self._name, self._end_ids = tokenizer, name, frozenset(end_ids)
-        self._tools: dict[str, list[Any]] = {}
+        self._describe = lru_cache(_CACHED_TOOL_LISTS)(self._parse_schemas)
         self._parser_class: Any = None
         if name is not None:
             self._parser_class = self._find(name)
@@ -85,7 +89,7 @@ class MessageParser:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": parsed_arguments(call.function.arguments)},
             }
             for call in found.tool_calls
         ]
@@ -107,23 +111,13 @@ class MessageParser:
 
     def _described(self, tools: Sequence[Any] | None) -> list[Any]:
         """Return schemas in vLLM's form."""
-        if not tools:
+        return self._describe(json.dumps(list(tools), sort_keys=True, default=str)) if tools else []
+
+    def _parse_schemas(self, text: str) -> list[Any]:
+        try:
+            return [self._tool_class(**tool) for tool in json.loads(text)]
+        except (TypeError, ValueError):  # schemas of another form, which the parser does not need
             return []
-        key = json.dumps(list(tools), sort_keys=True, default=str)
-        if key not in self._tools:
-            try:
-                self._tools[key] = [self._tool_class(**tool) for tool in tools]
-            except (TypeError, ValueError):  # schemas of another form, which the parser does not need
-                self._tools[key] = []
-        return self._tools[key]
-
-
-def _arguments(text: Any) -> Any:
-    """Return the arguments of a call as an object, as chat templates expect them; the text if it is no JSON."""
-    try:
-        return json.loads(text) if isinstance(text, str) else text
-    except ValueError:
-        return text
 
 
 def message_parser(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -32,6 +33,8 @@ RUNS: dict[str, tuple[str, int, list[str]]] = {
     "megatron, LoRA, experts": ("qwen3_moe", 1, [f"{ACTOR}.lora.rank=4"]),
     "fsdp, LoRA, experts": ("qwen3_moe", 1, [FSDP[0], f"{ACTOR}.fsdp_config.dtype=float32", f"{ACTOR}.lora.rank=4"]),
 }
+STOP_IDS = [5, 7]
+"""Ids that ended responses of the runs. The model folders declare no ids."""
 SLOW = RUNS.keys() - {"fsdp, LoRA"}
 
 
@@ -41,7 +44,7 @@ def save_all(rank: int, world_size: int, port: int, config: Config, batch: list[
         update(actor, batch)
         actor.save_checkpoint(folder / "actor")
         actor.finish_saves()
-        actor.save_hf(folder / "huggingface")
+        actor.save_hf(folder / "huggingface", STOP_IDS)
 
 
 def make_run(name: str, folder: Path, folders: dict[str, Path], pool: WorkerPool) -> Path:
@@ -54,7 +57,7 @@ def make_run(name: str, folder: Path, folders: dict[str, Path], pool: WorkerPool
     checkpoint.mkdir(parents=True)
     config = make_config(model, *overrides, ranks=ranks)
     pool.run(ranks, save_all, config, make_samples(6), checkpoint)
-    (checkpoint / "trainer.json").write_text("{}")
+    (checkpoint / "trainer.json").write_text(json.dumps({"stop_token_ids": STOP_IDS}))
     settings = config.actor_rollout_ref.actor
     section = {
         "model": {"path": str(model)},
@@ -92,6 +95,7 @@ def test_folder_equals_the_one_of_the_run(
     names = {file.name for file in saved.iterdir() if file.is_file()}
     assert {"chat_template.jinja", "generation_config.json", "tokenizer.json"} <= names
     assert {file.name for file in (tmp_path / "out").iterdir()} == names
+    assert json.loads((saved / "generation_config.json").read_text())["eos_token_id"] == STOP_IDS
     for file in names:
         assert (tmp_path / "out" / file).read_bytes() == (saved / file).read_bytes(), file
 

@@ -29,6 +29,17 @@ class Worker:
         return dict(rank=self.rank, env=os.environ.get("MARK"), cpus=cpus, niceness=os.nice(0))
 
 
+class AsyncWorker:
+    def __init__(self) -> None:
+        self.resumed = asyncio.Event()
+
+    async def generate_turn(self) -> None:
+        await self.resumed.wait()
+
+    async def commit_weights(self) -> None:
+        self.resumed.set()
+
+
 def create(*overrides: str, timeout_s: float = PATIENCE_S, **sizes: int) -> tuple[Pool, ...]:
     return asyncio.run(create_pools(configured_specs("cpu", *overrides, **sizes), timeout_s=timeout_s))
 
@@ -74,6 +85,14 @@ class TestSpawn:
         successor = pools[0].spawn(Worker, 0, dict(rank=7))
         assert ray.get(successor.report.remote(), timeout=PATIENCE_S)["rank"] == 7
         release(pools, [successor, handles[1]])
+
+    def test_async_worker_with_more_calls_than_rays_default_receives_another(self) -> None:
+        pools = create(actor=1, rollout=1)
+        worker = pools[1].spawn(AsyncWorker, 0, {})
+        turns = [worker.generate_turn.remote() for _ in range(1100)]
+        ray.get(worker.commit_weights.remote(), timeout=PATIENCE_S)
+        ray.get(turns, timeout=PATIENCE_S)
+        release(pools, [worker])
 
     def test_guests_hold_no_slots(self) -> None:
         pools = create("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync", actor=6, rollout=1)

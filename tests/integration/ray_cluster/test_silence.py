@@ -84,7 +84,7 @@ class Rank:
     def save_checkpoint(self, _: str) -> None:
         pass
 
-    def save_hf(self, _: str) -> None:
+    def save_hf(self, *_: Any) -> None:
         pass
 
     async def generate(self, prompts: list[Prompt], *_: Any) -> AsyncIterator[list[Prompt]]:

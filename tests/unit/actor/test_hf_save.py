@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import transformers
 
 from recipe_gkd.actor.checkpoint.hf_save import CHAT_TEMPLATES, plan_files, write_hf_folder
+from recipe_gkd.actor.checkpoint.stop_ids import GENERATION_CONFIG, generation_config
 from recipe_gkd.weight_sync.bucket_plan import TensorMeta
 from tests._support.families import BY_TYPE, make_family_folder
 from tests._support.tiny_models import make_folder
@@ -44,6 +48,38 @@ class TestWriteHfFolder:
         )  # fmt: skip
         assert transformers.AutoTokenizer.from_pretrained(saved).chat_template == tokenizer.chat_template
         assert not (saved / "original").exists()
+
+
+class TestGenerationConfig:
+    """Ids that ended responses in training, in the folder of the trained model."""
+
+    @staticmethod
+    def declared(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None, *ids: int) -> Any:
+        """Return the new file for a model folder with these files. None: the file of the folder is copied."""
+        (folder / "config.json").write_text(json.dumps(config))
+        if generation is not None:
+            (folder / GENERATION_CONFIG).write_text(json.dumps(generation))
+        content = generation_config(folder, ids).get(GENERATION_CONFIG)
+        return None if content is None else json.loads(content)
+
+    @pytest.mark.parametrize(
+        ("config", "generation", "expected"),
+        [
+            ({"eos_token_id": 3}, {"eos_token_id": 3, "top_p": 0.8}, {"eos_token_id": [3, 7], "top_p": 0.8}),
+            ({"eos_token_id": 3}, {"eos_token_id": [5, 3]}, {"eos_token_id": [5, 3, 7]}),
+            ({"eos_token_id": 3, "bos_token_id": 1}, None, {"bos_token_id": 1, "eos_token_id": [3, 7]}),
+            ({"text_config": {"eos_token_id": 3}}, {"top_p": 0.8}, {"top_p": 0.8, "eos_token_id": [3, 7]}),
+        ],
+    )
+    def test_id_of_the_teacher_is_added(self, tmp_path: Path, config: Any, generation: Any, expected: Any) -> None:
+        assert self.declared(tmp_path, config, generation, 3, 7) == expected
+
+    def test_one_id_is_no_list(self, tmp_path: Path) -> None:
+        assert self.declared(tmp_path, {}, None, 7) == {"eos_token_id": 7}
+
+    @pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": [7, 3]}])
+    def test_folder_that_declares_all_ids_is_copied(self, tmp_path: Path, generation: Any) -> None:
+        assert self.declared(tmp_path, {"eos_token_id": [3, 7]}, generation, 3, 7) is None
 
 
 def test_weights_of_one_tensor_are_in_one_file() -> None:

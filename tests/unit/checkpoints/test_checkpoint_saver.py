@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +33,22 @@ class Actors:
         plan: Outcomes of the next calls by method: an error to raise, False (not written yet), True (written without
             the last file), or None (success).
         calls: Methods that were called.
+        declared: Ids that the last Hugging Face folder declares.
         timeouts: Timeout of each call, in seconds.
     """
 
     def __init__(self, **plan: list[Any]) -> None:
         self.plan, self.calls, self.path = plan, list[str](), Path()
         self.timeouts = list[float]()
+        self.declared: tuple[int, ...] | None = None
 
     async def call(self, method: Any, *args: Any, timeout_s: float) -> list[Any]:
         method = method.__name__
         await asyncio.sleep(0)
         self.calls.append(method)
         self.timeouts.append(timeout_s)
+        if method == "save_hf":
+            self.declared = args[1]
         if method == "save_checkpoint":
             self.path = Path(args[0])
             self.path.mkdir(parents=True)
@@ -96,6 +102,13 @@ def test_failed_save_keeps_latest_and_run_continues(
     assert "step 2 could not be saved" in caplog.text and "No space left" in caplog.text
     assert "1 failed so far, trainer.save_failures_allowed=1" in caplog.text
     assert caplog.text.count("could not be saved") == 1
+
+
+def test_folders_declare_the_ids_that_end_responses(tmp_path: Path) -> None:
+    actors = Actors()
+    run(lambda: saver_of(tmp_path, actors).save(replace(at(1), stop_token_ids=(3, 7)), None))
+    assert actors.declared == (3, 7)
+    assert json.loads((tmp_path / "global_step_1" / "trainer.json").read_text())["stop_token_ids"] == [3, 7]
 
 
 @BOTH

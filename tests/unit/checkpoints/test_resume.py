@@ -64,6 +64,13 @@ def test_chosen_checkpoint_is_the_start_of_a_repeated_command_until_the_run_has_
     assert steps(tmp_path / "run", "trainer.resume_mode=resume_path", chosen) == [12]
 
 
+def test_resumed_run_declares_the_ids_of_its_teachers(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, 4)
+    change(tmp_path, 4, stop_token_ids=[3])
+    [point] = resume_points(config(tmp_path), replace(PROGRESS, stop_token_ids=(3, 7)))
+    assert point.progress.stop_token_ids == (3, 7)
+
+
 def empty(file: Path) -> None:
     file.write_text("")
 

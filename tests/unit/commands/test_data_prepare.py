@@ -12,6 +12,8 @@ import pytest
 
 from recipe_gkd.commands.data import main, prepare
 from recipe_gkd.commands.data.prepare import ANSWER_HINT
+from recipe_gkd.data.rows import read_data_set
+from tests._support.base_config import base_config
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -130,6 +132,17 @@ def test_existing_output_is_kept_without_overwrite_and_if_the_write_fails(
     assert main([*command, "--overwrite"]) == 0
     assert "removed" in capsys.readouterr().out
     assert len(rows_of(tmp_path / "train.parquet")) == 2 and not (tmp_path / "val.parquet").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--prompt-column", "messages"]])
+def test_final_message_of_a_conversation_is_the_response(tmp_path: Path, arguments: list[str]) -> None:
+    user, final = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+    call = final | {"tool_calls": [{"name": "f"}]}
+    chats = [[user, final], [user], [user, call]]
+    file = write(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
+    assert main(["prepare", "csv", file, *arguments, "--output", str(tmp_path)]) == 0
+    found = read_data_set([str(tmp_path / "train.parquet")], base_config().data)
+    assert [(row.prompt, row.response) for row in found] == [([user], "2"), ([user], None), ([user], None)]
 
 
 def test_column_with_the_name_of_an_output_column_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,12 @@ class TestFindSource:
         megatron = find_source(run).config.actor_rollout_ref.actor.megatron
         assert (megatron.tensor_model_parallel_size, megatron.dtype) == (1, "float32")
 
+    def test_ids_that_end_responses_are_those_of_the_run(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path)
+        assert find_source(run).stop_token_ids == ()
+        (run / "global_step_4" / "trainer.json").write_text('{"stop_token_ids": [3, 7]}')
+        assert find_source(run).stop_token_ids == (3, 7)
+
     def test_moved_model_folder_is_named_with_the_option(self, tmp_path: Path) -> None:
         run = make_run(tmp_path)
         (tmp_path / "model").rename(tmp_path / "moved")

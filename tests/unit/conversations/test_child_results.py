@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipe_gkd.conversations.child_results import CallFailed, as_step
+from recipe_gkd.conversations.child_results import CallFailed, as_messages, as_step
 
 MESSAGE = {"role": "user", "content": "hello"}
 DONE: dict[str, Any] = {"messages": [], "done": True, "reward": None, "info": {}}
@@ -41,3 +41,7 @@ def test_each_form_of_a_step_has_all_fields(returned: object, expected: dict[str
 def test_other_results_are_rejected(returned: object, text: str) -> None:
     with pytest.raises(CallFailed, match=text):
         as_step(returned)
+
+
+def test_empty_list_of_reset_is_none() -> None:
+    assert as_messages([], "reset") is None and as_messages(MESSAGE, "reset") == [MESSAGE]

@@ -18,6 +18,7 @@ from recipe_gkd.conversations.process import CallError, EnvironmentLost
 from recipe_gkd.errors import ConfigError
 from tests._support.conversations import FILE, settings_of
 from tests._support.errors import raises
+from tests._support.waiting import PATIENCE_S, wait_until
 
 TOOLS = [f"{FILE}:{name}" for name in ("add", "wait", "block", "fail", "unreadable")]
 WITH_TOOLS = (f"rollout.tools=[{','.join(TOOLS)}]", "rollout.tool_parser=hermes")
@@ -234,6 +235,53 @@ class TestFaults:
 
         with EnvironmentPool(settings, 1) as pool:
             asyncio.run(main(pool))
+
+    def test_late_threads_of_closed_conversations_count(self) -> None:
+        settings = settings_of(
+            f"rollout.tools=[{FILE}:block]", "rollout.tool_parser=hermes", "rollout.environment_timeout_s=2"
+        )
+
+        async def hang(pool: EnvironmentPool, key: int) -> None:
+            session = await pool.open(key)
+            try:
+                async with asyncio.timeout(1):
+                    await session.reset(row(""))
+                    await session.step(MESSAGE, [call("block", seconds=3600)])
+            finally:
+                session.close()
+
+        async def main(pool: EnvironmentPool) -> None:
+            ends = await asyncio.gather(*(hang(pool, key) for key in range(40)), return_exceptions=True)
+            assert {type(end) for end in ends} == {TimeoutError}
+            other = await pool.open(100)
+            with pytest.raises(EnvironmentLost) as caught:
+                async with asyncio.timeout(PATIENCE_S):
+                    await other.reset(row(""))
+                    while True:
+                        await other.step(MESSAGE, [call("block", seconds=0.1)])
+            assert "calls are late" in caught.value.end.stack and len(caught.value.suspects) >= 40
+
+        with EnvironmentPool(settings, 1) as pool:
+            asyncio.run(main(pool))
+
+    @pytest.mark.parametrize("timeout_s", [0.5, 20])
+    def test_environment_that_starts_after_its_conversation_is_closed(self, tmp_path: Path, timeout_s: float) -> None:
+        settings = settings_of(
+            f"rollout.environment={FILE}:SlowStart",
+            f"rollout.environment_kwargs={{folder: {tmp_path}}}",
+            f"rollout.environment_timeout_s={timeout_s}",
+        )
+
+        async def main(pool: EnvironmentPool) -> None:
+            session = await pool.open(0)
+            with pytest.raises((TimeoutError, CallError)):
+                await asyncio.wait_for(session.reset(row("")), 0.8)
+            session.close()
+            await asyncio.to_thread(wait_until, (tmp_path / "started").exists)
+
+        with EnvironmentPool(settings, 1) as pool:
+            asyncio.run(main(pool))
+        assert (tmp_path / "started").read_text() == "close\n"
 
     def test_silent_process_is_ended(self) -> None:
         async def main(pool: EnvironmentPool) -> None:

@@ -173,6 +173,12 @@ class TestTokens:
     def test_reset_may_set_the_prompt(self) -> None:
         found, _ = run([f"rollout.environment={FILE}:Prompting"], replica("0"), "a")
         assert found[0].prompt_ids is not None and text_of(found[0].prompt_ids) == "<|user|>2<|assistant|>"
+        assert found[0].transcript is not None and found[0].transcript.prompt == [{"role": "user", "content": "2"}]
+
+    def test_environment_may_write_arguments_of_calls_as_json_text(self) -> None:
+        found, _ = run([f"rollout.environment={FILE}:Recalling"], replica("0"), "a")
+        assert found[0].transcript is not None and found[0].transcript.prompt is not None
+        assert found[0].transcript.prompt[0]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
     def test_long_message_is_cut(self) -> None:
         limit = ("rollout.max_tool_response_length=3", "rollout.tool_response_truncate_side=right")

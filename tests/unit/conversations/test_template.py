@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from recipe_gkd.config.schema.rollout import HistoryMode
+from recipe_gkd.conversations.setup import check_turns
 from recipe_gkd.conversations.template import SampledTurn, TurnTemplate, cut
 from recipe_gkd.conversations.template_checks import check_teacher_prompt, check_template, describes_tools
+from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.tokenization import ChatTemplate, tokenize_prompt
 from recipe_gkd.errors import ConfigError, DataError
-from tests._support.conversations import QWEN3, TOKENIZER, text_of, with_chat_template
+from tests._support.conversations import FILE, QWEN3, TOKENIZER, configured, text_of, with_chat_template
+from tests._support.data_sets import data_set_of
 from tests._support.errors import raises
 
 USER = [{"role": "user", "content": "12+34="}]
@@ -188,3 +192,14 @@ def test_long_message_is_cut(side: str, expected: str) -> None:
     assert cut("0123456789", TOKENIZER, 5, side) == expected
     assert cut("01234", TOKENIZER, 5, side) == "01234"
     assert cut("0123456789", TOKENIZER, 1, side).replace("...", "") in ("0", "9")
+
+
+def test_text_in_a_later_row_is_refused() -> None:
+    config = configured(f"rollout.environment={FILE}:Echo")
+
+    def data(*prompts: str) -> PromptData:
+        return PromptData(data_set_of({"prompt": list(prompts)}, config.data), config.data, TOKENIZER)
+
+    check_turns(config, data(*[json.dumps(USER)] * 3), TOKENIZER)
+    with pytest.raises(DataError, match=r"row 2 of the training data.*conversations need prompts that are lists"):
+        check_turns(config, data(json.dumps(USER), json.dumps(USER), "12+34="), TOKENIZER)

@@ -159,10 +159,8 @@ def test_folder_skips_hidden_files_and_long_csv_cells_are_read(tmp_path: Path) -
 
 
 def test_message_without_text_and_large_lists_are_split(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "tool_calls": "f"}]
-    column = pa.array(
-        [messages], pa.large_list(pa.struct([(n, pa.string()) for n in ("role", "content", "tool_calls")]))
-    )
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "name": "f"}]
+    column = pa.array([messages], pa.large_list(pa.struct([(n, pa.string()) for n in ("role", "content", "name")])))
     pq.write_table(pa.table({"messages": column}), tmp_path / "a.parquet")
     [row] = read(tmp_path / "a.parquet")
     assert row.prompt == [{"role": "user", "content": "1"}] and row.response is None

@@ -248,6 +248,19 @@ def test_tool_calls_in_json_text_are_recognized(tmp_path: Path) -> None:
         _ = read(tmp_path / "a.jsonl", "data.tools_key=null")[0].prompt
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_arguments_in_json_text_are_parsed(tmp_path: Path, name: str) -> None:
+    """A template that prints ``arguments | tojson`` would print JSON text as a text."""
+    text, parsed = '{"x": null, "y": [1]}', {"x": None, "y": [1]}
+    functions = [{"name": "f", "arguments": arguments} for arguments in (text, "[1]", "x")]
+    calls = [{"function": function} for function in functions]
+    for found, expected in ((calls, {"function": functions[0] | {"arguments": parsed}}), (functions, None)):
+        WRITERS[name](tmp_path / name, [{"prompt": [{"role": "assistant", "tool_calls": found}, *TWO]}])
+        prompt = read(tmp_path / name, "data.tools_key=null")[0].prompt
+        assert isinstance(prompt, list)
+        assert prompt[0]["tool_calls"] == [expected or functions[0] | {"arguments": parsed}, *found[1:]]
+
+
 class TestConversations:
     USER, ASSISTANT = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
 
@@ -275,6 +288,19 @@ class TestConversations:
             assert [(row.prompt, row.response) for row in data_set] == [([self.USER], "2")]
             data = PromptData(data_set, config, TOKENIZER, with_references=True)
             assert data.reference_ids[0].tolist() == [*TOKENIZER("2")["input_ids"], TOKENIZER.eos_token_id]
+
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+    @pytest.mark.parametrize("column", ["messages", "completion"])
+    def test_response_with_a_tool_call_is_refused_if_it_is_read(self, tmp_path: Path, name: str, column: str) -> None:
+        call = {"role": "assistant", "content": "Let me see.", "tool_calls": [{"name": "f"}]}
+        row = {"messages": [self.USER, call]} if column == "messages" else {"prompt": "1", "completion": [call]}
+        WRITERS[name](tmp_path / name, [row])
+        config = base_config().data
+        data_set = read_data_set([str(tmp_path / name)], config)
+        PromptData(data_set, config, TOKENIZER)
+        assert data_set[0].extra.get("response") is None
+        with raises(DataError, row=0, column=column):
+            PromptData(data_set, config, TOKENIZER, with_references=True)
 
     def test_completion_of_several_messages_is_refused(self, tmp_path: Path) -> None:
         completion = [self.ASSISTANT, self.USER, self.ASSISTANT]

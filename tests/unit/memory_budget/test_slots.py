@@ -10,11 +10,12 @@ import pytest
 
 from recipe_gkd.memory_budget import slots
 from recipe_gkd.memory_budget.slots import nth_largest_gpu, slot_memory
+from recipe_gkd.runtime import cgroup_memory
 
 
 class TestSlotMemory:
     def test_slots_of_a_cpu_share_the_memory_of_the_host(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(slots, "_CGROUPS", tmp_path)
+        monkeypatch.setattr(cgroup_memory, "CGROUPS", tmp_path)
         total = psutil.virtual_memory().total
         assert slot_memory("cpu", 2) == total // 2
         (tmp_path / "memory.max").write_text("max\n")

@@ -15,6 +15,7 @@ from recipe_gkd.config.schema import DataConfig
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Response
+from recipe_gkd.data.transcript import Transcript
 from recipe_gkd.errors import DataError
 from recipe_gkd.quickstart.reward import compute_score
 from recipe_gkd.rewards import RewardItem, RewardItems
@@ -45,6 +46,18 @@ def build_item(files: list[Path], index: int, text: str, **values: Any) -> Rewar
         versions_T=np.zeros(len(ids), np.int32),
     )
     return RewardItems(data, config, tokenizer).build_item(data.prompt(index, uid=9), response)
+
+
+def test_prompt_of_the_environment_replaces_the_prompt_of_the_row(tmp_path: Path) -> None:
+    data, config, tokenizer = loaded(table(tmp_path))
+    ids = np.array([tokenizer.eos_token_id], np.int32)
+    prompt = replace(data.prompt(0, 0), reference_ids=ids)
+    messages = [{"role": "user", "content": "7+7="}]
+    for own, expected in ((messages, messages), (None, data.data_set[0].prompt)):
+        transcript = Transcript(messages=[], n_turns=1, end="stop", prompt=own)
+        response = replace(data.reference_response(prompt, 0), transcript=transcript)
+        items = RewardItems(data, config, tokenizer, truth_use="unused")
+        assert items.build_item(prompt, response).prompt == expected
 
 
 def test_special_tokens_are_part_of_the_response_if_they_are_not_skipped(tmp_path: Path) -> None:

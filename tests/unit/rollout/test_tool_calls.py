@@ -48,6 +48,16 @@ def test_text_that_a_parser_fails_on_is_content(error: Exception, monkeypatch: p
     assert message == {"role": "assistant", "content": "1+2"}
 
 
+def test_lists_of_tools_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_parser(monkeypatch, ValueError(), fails_on="1")
+    monkeypatch.setattr(MessageParser, "_tool_class", lambda self, **tool: tool, raising=False)
+    parser = MessageParser(TOKENIZER, "hermes", ())
+    tools = [[{"name": str(number)}] for number in range(100)]
+    assert [parser._described(each) for each in tools] == tools
+    assert parser._described(tools[-1]) is parser._described(tools[-1])
+    assert parser._describe.cache_info().currsize < 100
+
+
 def test_parser_of_other_than_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with_parser(monkeypatch, NotImplementedError("use another"), fails_on="")
     with raises(ConfigError, keys=(PARSER,)):

@@ -17,6 +17,7 @@ from recipe_gkd.rollout import ray_worker
 from recipe_gkd.rollout.ray_worker import RolloutWorker
 from recipe_gkd.rollout.update_memory import free_memory, largest_layer_bytes, memory_shortage, update_memory
 from recipe_gkd.rollout.update_outcome import UpdateOutcome
+from recipe_gkd.runtime import cgroup_memory
 from recipe_gkd.weight_sync.spec import TransportAddress
 from tests._support.errors import raises
 from tests._support.rollout_models import config_for
@@ -41,6 +42,26 @@ class TestFreeMemory:
     def test_cuda_includes_cached_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         use_device(monkeypatch, free=2 * GIB, reserved=30 * GIB, active=25 * GIB)
         assert free_memory(CUDA) == 7 * GIB
+
+    @pytest.mark.parametrize(
+        ("folder", "limit", "used", "prefix"),
+        [
+            (".", "memory.max", "memory.current", ""),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ],
+    )
+    def test_cpu_counts_the_limit_of_a_container_without_cached_files(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, limit: str, used: str, prefix: str
+    ) -> None:
+        monkeypatch.setattr(cgroup_memory, "CGROUPS", tmp_path)
+        group = tmp_path / folder
+        group.mkdir(exist_ok=True)
+        assert free_memory(torch.device("cpu")) > 10 * MIB
+        (group / limit).write_text(f"{10 * MIB}\n")
+        (group / used).write_text(f"{8 * MIB}\n")
+        assert free_memory(torch.device("cpu")) == 2 * MIB
+        (group / "memory.stat").write_text(f"anon 7\n{prefix}active_file {MIB}\n{prefix}inactive_file {2 * MIB}\n")
+        assert free_memory(torch.device("cpu")) == 5 * MIB
 
     def test_double_buffering_continues_after_the_first_update(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The buckets of an update stay in torch's cache, which the driver counts as used."""
