@@ -56,17 +56,25 @@ def local_weights(chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout) -
 
 
 @torch.no_grad()
-def load_hf(path: str | Path, chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout) -> None:
+def load_hf(
+    path: str | Path, chunks: Sequence[GPTModel], dims: ModelDims, layout: Layout, *, rounding_errors: bool = False
+) -> bool:
     """Fill every parameter of ``chunks`` from a Hugging Face folder.
 
     Args:
         path: Folder with safetensors files.
         chunks: Model chunks of this rank.
         layout: Coordinates of this rank.
+        rounding_errors: If True, parameters get what their data type has rounded away of the weights, instead of the
+            weights, and buffers stay as they are.
+
+    Returns:
+        True if the data type of a parameter of this rank has rounded its weight.
 
     Raises:
         ModelError: A tensor is missing or has another shape, or a file cannot be read.
     """
+    is_rounded = False
     unfilled = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
     with FolderReader(Path(path)) as reader:
         for weight, parameter in local_weights(chunks, dims, layout):
@@ -81,10 +89,15 @@ def load_hf(path: str | Path, chunks: Sequence[GPTModel], dims: ModelDims, layou
             rank, n_shards = (layout.etp_rank, layout.etp_size) if is_expert else (layout.tp_rank, layout.tp_size)
             shard = read_shard(weight, dims, reader.read, rank, n_shards)
             for target in targets:
-                target.copy_(shard)
-                unfilled.pop(id(target), None)
+                is_parameter = unfilled.pop(id(target), None) is not None
+                is_rounded |= is_parameter and target.itemsize == 2 and target.dtype != shard.dtype
+                if not rounding_errors:
+                    target.copy_(shard)
+                elif is_parameter:
+                    target.copy_(shard - shard.to(target.dtype))
     if unfilled:
         names = tuple(unfilled.values())
         raise ModelError(
             f"{path}: the folder has no weights for these parameters: {', '.join(names)}", path=Path(path), names=names
         )
+    return is_rounded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from recipe_gkd.actor.megatron.lora import MegatronLora, add_adapters
 from recipe_gkd.actor.megatron.lora_table import adapted_weights
 from recipe_gkd.actor.megatron.model import build_chunks, transformer_config
 from recipe_gkd.actor.megatron.model_dims import ModelDims
-from recipe_gkd.actor.megatron.optimizer import wrap_and_optimize
+from recipe_gkd.actor.megatron.optimizer import restore_rounding_errors, wrap_and_optimize
 from recipe_gkd.actor.megatron.packed_attention import attention_kernel
 from recipe_gkd.actor.megatron.parallel import init_parallel
 from recipe_gkd.actor.megatron.routing_replay import add_replay
@@ -94,10 +95,13 @@ def build_megatron_model(config: Config, spec: RankSpec) -> MegatronModel:
         add_corrections(chunks)
     if config.actor_rollout_ref.rollout.routing_replay:
         add_replay(chunks)
-    load_hf(Path(model.path), chunks, dims, layout)
+    is_rounded = load_hf(Path(model.path), chunks, dims, layout)
     weights = local_weights(chunks, dims, layout)
     lora = add_adapters(chunks, adapted, weights, dims, layout, actor.lora, config.data.seed) if adapted else None
     wrapped, optimizer = wrap_and_optimize(chunks, transformer, actor.optim, ddp)
+    if is_rounded and lora is None:
+        load_errors = partial(load_hf, Path(model.path), chunks, dims, layout, rounding_errors=True)
+        restore_rounding_errors(optimizer, chunks, load_errors)
     return MegatronModel(
         dims=dims,
         layout=layout,

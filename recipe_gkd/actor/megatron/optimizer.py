@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -11,6 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from recipe_gkd.actor.megatron.data_parallel import enable_overlap
 from recipe_gkd.config.schema import OptimConfig
@@ -58,6 +59,37 @@ def wrap_and_optimize(
     config.grad_scale_func = optimizer.scale_loss
     enable_overlap(config, wrapped)
     return wrapped, optimizer
+
+
+@torch.no_grad()
+def restore_rounding_errors(
+    optimizer: MegatronOptimizer, chunks: Sequence[GPTModel], load_errors: Callable[[], object]
+) -> None:
+    """Add to the optimizer's float32 weights what the 16-bit parameters, which they are copies of, have rounded away.
+
+    Otherwise all of them begin in the middle between two roundings, and the first updates, which are smaller than half
+    of that distance, change no 16-bit weight: with a learning rate of 1e-4, five of six weights after the first step.
+
+    Args:
+        optimizer: Optimizer of the chunks.
+        chunks: Model chunks of this rank, with rounded weights.
+        load_errors: Function that sets the parameters to their rounding errors. These have 8 more bits.
+    """
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    rounded = [torch.empty_like(each, device="cpu").copy_(each) for each in parameters]
+    load_errors()
+    errors = [main.detach().clone() for main in _copied_weights(optimizer)]
+    for parameter, values in zip(parameters, rounded, strict=True):
+        parameter.copy_(values)
+    for main, error in zip(_copied_weights(optimizer), errors, strict=True):
+        main.add_(error)
+
+
+def _copied_weights(optimizer: MegatronOptimizer) -> list[Tensor]:
+    """Copy the parameters of the model to the optimizer's weights of this rank, and return these."""
+    for part in optimizer.chained_optimizers:
+        part.reload_model_params()
+    return [weight for part in optimizer.chained_optimizers for weight in part.get_parameters()]
 
 
 class _Bfloat16(Float16Module):
