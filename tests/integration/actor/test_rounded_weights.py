@@ -1,4 +1,4 @@
-"""Megatron in bfloat16 with a float32 model folder: the optimizer begins with the weights of the folder, not rounded."""
+"""Megatron in bfloat16 with a float32 model folder: the optimizer begins with the folder's weights, not rounded ones."""
 
 from __future__ import annotations
 
