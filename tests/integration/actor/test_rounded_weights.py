@@ -1,4 +1,4 @@
-"""Megatron in bfloat16 with a float32 model folder: the optimizer begins with the folder's weights, not rounded ones."""
+"""Megatron in bfloat16 with a float32 model folder: the optimizer begins with the folder's weights."""
 
 from __future__ import annotations
 

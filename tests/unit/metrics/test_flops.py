@@ -12,6 +12,7 @@ import pytest
 from recipe_gkd.actor.megatron.model_dims import LayerAttention, ModelDims, Rope
 from recipe_gkd.actor.student_dims import LatentAttention, MoEConfig
 from recipe_gkd.commands.gpu_smoke.tiny_models import make_sample
+from recipe_gkd.config.data_types import with_data_types
 from recipe_gkd.metrics.device_peaks import peak_tflops
 from recipe_gkd.metrics.flops import forward_flops, update_flops
 from recipe_gkd.metrics.utilization import ActorUtilization
@@ -136,7 +137,7 @@ class TestActorUtilization:
         sample = make_sample(0, [1, 2], [3], [[-1.0]], [[0]])
         found = []
         for overrides in ([], ["actor_rollout_ref.actor.strategy=fsdp"]):
-            utilization = ActorUtilization.of(config_of(*overrides), ["NVIDIA H100 PCIe"])
+            utilization = ActorUtilization.of(with_data_types(config_of(*overrides), "cuda"), ["NVIDIA H100 PCIe"])
             assert utilization is not None
             found.append(utilization.metrics([sample], 1.0)["perf/mfu/actor"])
         assert found[0] == pytest.approx(found[1] * 756 / 51.2)
