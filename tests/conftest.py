@@ -21,6 +21,7 @@ from tests._support.teacher_service import make_tiny_qwen2
 os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("PYTHON", None)  # interpreter of the set-up, which scripts under test would run instead of a stub
 # Without it torch.cuda.is_available() initializes CUDA, and processes that are forked later cannot use the GPU.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("RES_OPTIONS", RES_OPTIONS)
