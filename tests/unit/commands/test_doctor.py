@@ -277,10 +277,14 @@ class TestMachineChecks:
 
 class TestLiveFindings:
     @pytest.mark.parametrize(
-        ("loss", "severity"), [(4e-9, "ok"), (-9e-4, "ok"), (0.02, "problem"), (np.nan, "problem")]
-    )
-    def test_loss_of_a_perfect_teacher_must_be_zero(self, loss: float, severity: str) -> None:
-        finding = live_checks.loss_finding({"actor/distill_loss": loss})
+        ("dtype", "loss", "severity"),
+        [
+            ("float32", 4e-9, "ok"), ("float32", -9e-4, "ok"), ("float32", 0.002, "problem"),
+            ("float32", np.nan, "problem"), ("bfloat16", 0.002, "ok"), ("bfloat16", 0.02, "problem"),
+        ],
+    )  # fmt: skip
+    def test_loss_of_a_perfect_teacher_must_be_zero(self, dtype: str, loss: float, severity: str) -> None:
+        finding = live_checks.loss_finding({"actor/distill_loss": loss}, dtype)
         assert finding.severity == severity
         assert ("gkd.kernel_backend=torch" in finding.text) is (severity == "problem")
 
