@@ -135,7 +135,7 @@ def attend_in_blocks(
 
     def attend(q_RSHD: Tensor, k_RSGD: Tensor, v_RSGD: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_RSHD, k_RSGD, v_RSGD))
-        if q.device.type == "cpu" and q.size(2) <= _FLOAT32_TOKENS:
+        if q.device.type == "cpu" and q.itemsize == 2 and q.size(2) <= _FLOAT32_TOKENS:
             q, k, v = q.float(), k.float(), v.float()
         mask_SS = window_mask(q.size(2), window, q.device) if is_masked else None
         # Attention is causal and padding is on the right, so padding does not affect real positions.

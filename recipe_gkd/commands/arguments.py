@@ -7,7 +7,8 @@ import argparse
 from recipe_gkd.config.caller import caller_path
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-"""Values of ``--dtype``. auto: the data type of the model folder."""
+"""Values of ``--dtype``."""
+DTYPE_HELP = "data type of the weights (default: the folder's, or float32 on a CPU that emulates it)"
 
 
 def config_parser(module: str, description: str | None) -> argparse.ArgumentParser:

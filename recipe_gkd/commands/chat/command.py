@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import recipe_gkd.commands.chat as package
-from recipe_gkd.commands.arguments import DTYPES
+from recipe_gkd.commands.arguments import DTYPE_HELP, DTYPES
 from recipe_gkd.commands.model_folder import model_folder, short_names
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
     add("--top-p", type=float, default=1.0, help="probability mass that tokens are sampled from (default: 1)")
     add("--seed", type=int, default=0, help="seed of the first question; each question adds 1 (default: 0)")
-    add("--dtype", choices=DTYPES, default="auto", help="data type of the weights (default: the folder's)")
+    add("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     add("--device", choices=DEVICES, default="auto", help="default: the first GPU, or the CPU if there is none")
     add("--show-special-tokens", action="store_true", help="print special tokens, such as EOS")
     add("--trust-remote-code", action="store_true", help="run Python code from the folders")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from omegaconf import OmegaConf
 
 import recipe_gkd.commands.evaluate as package
-from recipe_gkd.commands.arguments import DTYPES
+from recipe_gkd.commands.arguments import DTYPE_HELP, DTYPES
 from recipe_gkd.commands.evaluate.scores import Evaluation, as_json, render
 from recipe_gkd.commands.model_folder import model_folder
 from recipe_gkd.commands.sampled_responses import SampledModel, sample_responses
@@ -354,7 +354,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=1.0, help="probability mass that tokens are sampled from (default: 1)")
     add("--json", type=Path, metavar="OUT", help="file for the results")
     add("--responses", type=Path, metavar="OUT", help="file for all responses, one JSON object per line")
-    add("--dtype", choices=DTYPES, default="auto", help="data type of the weights (default: the folder's)")
+    add("--dtype", choices=DTYPES, default="auto", help=DTYPE_HELP)
     add("--tensor-parallel", type=_count, default=1, metavar="N", help="number of GPUs (default: 1)")
     add("--gpu-memory-utilization", type=float, default=0.8, metavar="X", help="share of a GPU's memory (default: 0.8)")
     add("--cpu-cache-gb", type=float, default=1.0, metavar="GIB", help="KV cache on a CPU, in GiB (default: 1)")

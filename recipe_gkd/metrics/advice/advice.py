@@ -108,13 +108,13 @@ def advise(layout: ResourceLayout, steps: Sequence[Mapping[str, float]]) -> str:
         return 1 - change.seconds / modeled_s
 
     def weighted_saving(change: WhatIf) -> float:
-        return saving(change) / 2 if change.is_optimistic else saving(change)
+        return saving(change) / 2 if change.is_lower_bound else saving(change)
 
     without_devices = chain(no_cost_changes(layout, stages), larger_buckets(layout, stages, steps))
     for changes in (without_devices, more_devices(layout, stages)):
         best = max(changes, key=weighted_saving, default=None)
         if best is not None and weighted_saving(best) >= MIN_SAVING:
-            at_best = " at best" if best.is_optimistic else ""
+            at_best = " at best" if best.is_lower_bound else ""
             return (
                 f"{best.text} would make it {measured_s * (1 - saving(best)):.3g} s{at_best}, {saving(best):.0%} less"
             )

@@ -25,12 +25,12 @@ class WhatIf:
     Attributes:
         text: The keys to set, for the user.
         seconds: Expected step time with the change. Compare it with the expected step time of the unchanged run.
-        is_optimistic: True if ``seconds`` is a lower bound: the change may save less.
+        is_lower_bound: True if ``seconds`` is a lower bound: the change may save less.
     """
 
     text: str
     seconds: float
-    is_optimistic: bool = False
+    is_lower_bound: bool = False
 
 
 def no_cost_changes(layout: ResourceLayout, stages: StageSeconds) -> Iterator[WhatIf]:
@@ -65,7 +65,7 @@ def larger_buckets(
     saved = mean(syncs, TRANSFER) / max(mean(syncs, SYNC), 1e-9) / 2
     seconds = layout.expected(stages, stages.scaled(sync=1 / max(1 - saved, 0.5)))
     key = "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
-    yield WhatIf(f"{key}={2 * layout.bucket_megabytes:g}", seconds, is_optimistic=True)
+    yield WhatIf(f"{key}={2 * layout.bucket_megabytes:g}", seconds, is_lower_bound=True)
 
 
 def more_devices(layout: ResourceLayout, stages: StageSeconds) -> Iterator[WhatIf]:

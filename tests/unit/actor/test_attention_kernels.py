@@ -107,10 +107,15 @@ def attend_one_by_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 class TestPackedRow:
     @pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
-    def test_attend_in_blocks_equals_each_sequence_alone(self, n_kv_heads: int) -> None:
-        qkv = heads(n_kv_heads, SINGLE, "cpu")
+    @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-13), (SINGLE, 1e-6), (BRAIN, 1 / 128)])
+    def test_attend_in_blocks_equals_each_sequence_alone(
+        self, n_kv_heads: int, dtype: torch.dtype, error: float
+    ) -> None:
+        """In bfloat16 the error is that of rounding the result."""
+        qkv = heads(n_kv_heads, dtype, "cpu")
         output = attend_in_blocks(*qkv, make_row("cpu"), None)
-        torch.testing.assert_close(output.double(), attend_one_by_one(*qkv), rtol=0, atol=1e-6)
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.double(), attend_one_by_one(*qkv), rtol=0, atol=error)
 
     @pytest.mark.parametrize("kernel", [VARLEN, SDPA_BLOCKS])
     def test_packed_attention_uses_chosen_kernel(
