@@ -5,7 +5,7 @@
 This module imports nothing from the repository, because the command runs in TRL's own environment. JOB.json has the
 folders ``student`` and ``teacher``, the file ``data`` (parquet or jsonl), the file for the ``result``, ``responses``
 (per step), ``response_tokens``, ``steps``, ``lr`` and ``adam_beta2``, and optionally ``save``, a folder for the trained
-student. The result has the wall clock and the CPU time of the process after each optimizer step, and the mean length
+student, and ``bf16`` (see :func:`settings`). The result has the wall clock and the CPU time of the process after each optimizer step, and the mean length
 of the responses.
 """
 
@@ -150,13 +150,16 @@ class Clock(TrainerCallback):
 
 
 def settings(job: dict[str, Any]) -> Any:
-    """Return a ``DistillationConfig``: on-policy, forward KL, float32 on the CPU, without checkpoints or evaluation."""
+    """Return a ``DistillationConfig``: on-policy, forward KL, on the CPU, without checkpoints or evaluation.
+
+    With ``bf16``, the student has float32 weights and computes in bfloat16 (autocast), as TRL does by default.
+    """
     from trl import DistillationConfig
 
     return DistillationConfig(
         output_dir=str(Path(job["result"]).parent / "trl_output"),
         use_cpu=True,
-        bf16=False,
+        bf16=job.get("bf16", False),
         gradient_checkpointing=False,
         beta=0.0,  # forward KL
         temperature=1.0,
@@ -182,9 +185,9 @@ def main(path: str) -> int:
     from trl import DistillationTrainer
 
     job = json.loads(Path(path).read_text(encoding="utf-8"))
-    student, teacher = (
-        AutoModelForCausalLM.from_pretrained(job[name], dtype=torch.float32) for name in ("student", "teacher")
-    )
+    student = AutoModelForCausalLM.from_pretrained(job["student"], dtype=torch.float32)
+    teacher_dtype = torch.bfloat16 if job.get("bf16") else torch.float32
+    teacher = AutoModelForCausalLM.from_pretrained(job["teacher"], dtype=teacher_dtype)
     file_format = "parquet" if job["data"].endswith(".parquet") else "json"
     clock = Clock()
     trainer = DistillationTrainer(

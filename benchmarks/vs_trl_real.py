@@ -1,11 +1,13 @@
 """This project and TRL's on-policy distillation of a real language model: time per step, and what the student learned.
 
-    python benchmarks/vs_trl_real.py --models outputs/smollm2 [--rounds 2] [--steps 8] [--env DIR] [--json FILE]
+    python benchmarks/vs_trl_real.py --models outputs/smollm2 [--dtype bfloat16] [--rounds 2] [--steps 8] [--env DIR]
+        [--json FILE]
 
 MODELS is the folder of ``launch/example_smollm2.sh`` with ``teacher`` (SmolLM2-135M-Instruct), ``student`` (the same
-without six layers), ``train.jsonl`` and ``val.jsonl``. Both sides train the student in float32 with forward KL, the
-same 384 prompts, 16 responses of at most 48 tokens per step, AdamW and a constant learning rate. ``vs_trl.py`` has the
-columns, TRL's other settings and its environment. TRL has the loss on the whole vocabulary; here the teacher sends its
+without six layers), ``train.jsonl`` and ``val.jsonl``. Both sides train the student with forward KL, the same 384
+prompts, 16 responses of at most 48 tokens per step, AdamW and a constant learning rate, in float32 or, with ``--dtype
+bfloat16``, with bfloat16 products and float32 master weights. ``vs_trl.py`` has the columns, TRL's other settings and
+its environment. TRL has the loss on the whole vocabulary; here the teacher sends its
 64 most likely ids, and the rest is one outcome. On our side the last step, which generates no batch, is not measured.
 
 Afterwards both students answer 64 held-out prompts, and ``examples/smollm2/curve_scores.py`` computes their exact KL
@@ -35,27 +37,26 @@ TARGET = 2.5
 EXAMPLE = REPO / "examples/smollm2"
 
 
-def run_trl(models: Path, folder: Path, steps: int, python: Path) -> Measurement:
+def run_trl(models: Path, folder: Path, steps: int, python: Path, dtype: str) -> Measurement:
     """Train with TRL. The student is in ``folder/trl``."""
     settings = {
         "student": str(models / "student"), "teacher": str(models / "teacher"), "data": str(folder / "train.jsonl"),
         "responses": RESPONSES, "response_tokens": RESPONSE_TOKENS, "lr": LR, "adam_beta2": 0.999,
-        "save": str(folder / "trl"),
+        "save": str(folder / "trl"), "bf16": dtype == "bfloat16",
     }  # fmt: skip
     return train_trl(settings, folder, steps, python, warm_up=WARM_UP_STEPS)
 
 
-def run_ours(models: Path, folder: Path, steps: int) -> Measurement:
+def run_ours(models: Path, folder: Path, steps: int, dtype: str) -> Measurement:
     """Train with this project. The run is in ``folder/ours``."""
-    with teacher_service(
-        models / "teacher", folder / "service", {"N_LOGPROBS": str(TOP_K), "MAX_MODEL_LEN": "512"}
-    ) as port:
+    service = {"N_LOGPROBS": str(TOP_K), "MAX_MODEL_LEN": "512", "DTYPE": dtype}
+    with teacher_service(models / "teacher", folder / "service", service) as port:
         arguments = [
             "--config-path", str(EXAMPLE), "--config-name", "smollm2",
             f"data.train_files={folder / 'train.jsonl'}", "data.val_files=[]",
             f"data.train_batch_size={RESPONSES}", f"data.max_response_length={RESPONSE_TOKENS}",
             f"actor_rollout_ref.teacher.server_port={port}",
-            "actor_rollout_ref.actor.megatron.dtype=float32", "actor_rollout_ref.rollout.dtype=float32",
+            f"actor_rollout_ref.actor.megatron.dtype={dtype}", f"actor_rollout_ref.rollout.dtype={dtype}",
             f"actor_rollout_ref.actor.optim.lr={LR}", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
             "actor_rollout_ref.actor.optim.lr_decay_style=constant",
             f"trainer.total_training_steps={steps}", "trainer.test_freq=-1", "trainer.val_before_train=false",
@@ -98,6 +99,7 @@ def main() -> int:
     """Run the command. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=REPO / "outputs/smollm2", help="folder of the example")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both sides")
     arguments = parse_arguments(parser, steps=8, warm_up=WARM_UP_STEPS, min_steps=WARM_UP_STEPS + 3)
     models: Path = arguments.models.resolve()
     if not (models / "student").is_dir() or not (models / "val.jsonl").is_file():
@@ -115,8 +117,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             (folder / "train.jsonl").write_text("\n".join(prompts) + "\n", encoding="utf-8")
-            found["trl"].append(run_trl(models, folder, arguments.steps, python))
-            found["ours"].append(run_ours(models, folder, arguments.steps))
+            found["trl"].append(run_trl(models, folder, arguments.steps, python, arguments.dtype))
+            found["ours"].append(run_ours(models, folder, arguments.steps, arguments.dtype))
             for side, runs in found.items():
                 print(f"{side}: {statistics.median(runs[-1].step_s):.2f} s/step", file=sys.stderr)
             students = {
@@ -125,7 +127,7 @@ def main() -> int:
                 "ours": folder / "ours" / f"global_step_{arguments.steps}" / "huggingface",
             }
             scores.append(scores_of(models, students, folder))
-    heading = f"SmolLM2: {RESPONSES} responses x at most {RESPONSE_TOKENS} tokens, {arguments.steps} steps"
+    heading = f"SmolLM2: {RESPONSES} responses x at most {RESPONSE_TOKENS} tokens, {arguments.steps} steps, {arguments.dtype}"
     results = report(heading, TARGET, found)
     for name in scores[0]:
         means = {key: statistics.mean(each[name][key] for each in scores) for key in scores[0][name]}
