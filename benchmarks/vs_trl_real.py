@@ -127,7 +127,9 @@ def main() -> int:
                 "ours": folder / "ours" / f"global_step_{arguments.steps}" / "huggingface",
             }
             scores.append(scores_of(models, students, folder))
-    heading = f"SmolLM2: {RESPONSES} responses x at most {RESPONSE_TOKENS} tokens, {arguments.steps} steps, {arguments.dtype}"
+    heading = (
+        f"SmolLM2: {RESPONSES} responses x at most {RESPONSE_TOKENS} tokens, {arguments.steps} steps, {arguments.dtype}"
+    )
     results = report(heading, TARGET, found)
     for name in scores[0]:
         means = {key: statistics.mean(each[name][key] for each in scores) for key in scores[0][name]}

@@ -1,4 +1,9 @@
-"""State of training that a checkpoint contains, as Megatron's sharded tensors."""
+"""State of training that a checkpoint contains, as Megatron's sharded tensors.
+
+It is the same with Transformer Engine's layers and without them, so that one can save it and the other load it:
+:mod:`~recipe_gkd.actor.megatron.layer_spec` names the norms alike, and the extra states of Transformer Engine's modules
+are left out. These belong to FP8, which is not used.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,9 @@ OPTIMIZER_SHARDING = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+
+EXTRA_STATE = "_extra_state"
+"""End of the names of a module's extra state."""
 
 
 def optimizer_kind(model: MegatronModel) -> dict[str, Any]:
@@ -65,15 +73,21 @@ def sharded_state(model: MegatronModel, *, with_optimizer: bool, is_loading: boo
     else:
         group = mpu.get_data_parallel_group(with_context_parallel=True)
         state = {
-            f"model{number}": chunk.sharded_state_dict(metadata=OPTIMIZER_SHARDING | {"dp_cp_group": group})
+            f"model{number}": {
+                name: shard
+                for name, shard in chunk.sharded_state_dict(
+                    metadata=OPTIMIZER_SHARDING | {"dp_cp_group": group}
+                ).items()
+                if not name.endswith(EXTRA_STATE)
+            }
             for number, chunk in enumerate(model.chunks)
         }
     if with_optimizer:
-        if optimizer_kind(model)["use_distributed_optimizer"]:
-            _allocate_adam_state(model.optimizer)
+        _allocate_adam_state(model.optimizer)
         state["optimizer"] = model.optimizer.sharded_state_dict(
             dict(state), is_loading=is_loading, metadata=OPTIMIZER_SHARDING
         )
+        _keep_step_of_zero(state["optimizer"])
     return state
 
 
@@ -87,15 +101,19 @@ def load_weights(model: MegatronModel, loaded: dict[str, Any]) -> None:
         model.lora.load_state(loaded["adapters"])
         return
     for number, chunk in enumerate(model.chunks):
-        chunk.load_state_dict(loaded[f"model{number}"])
+        kept = {name: value for name, value in chunk.state_dict().items() if name.endswith(EXTRA_STATE)}
+        chunk.load_state_dict(loaded[f"model{number}"] | kept)
 
 
 def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
-    """Allocate the state of torch's AdamW, which DistributedOptimizer reads also before the first step."""
+    """Allocate the state of AdamW as at step 0: a save before the first update has what a load expects."""
     for part in optimizer.chained_optimizers:
         adam = part.optimizer
-        if not isinstance(adam, torch.optim.AdamW):
-            continue  # Megatron allocates the state of Transformer Engine's and Apex's optimizers
+        if not isinstance(adam, torch.optim.AdamW):  # of Transformer Engine or Apex, which count steps in the groups
+            part.init_state_fn(adam, part.config)
+            for group in adam.param_groups:
+                group.setdefault("step", 0)
+            continue
         for parameter in (p for group in adam.param_groups for p in group["params"]):
             if not adam.state[parameter]:
                 adam.state[parameter] = {
@@ -103,6 +121,15 @@ def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
+
+
+def _keep_step_of_zero(state: dict[str, Any]) -> None:
+    """Add the common step to states of optimizers that are not distributed; Megatron leaves it out if it is 0."""
+    if "param_groups" in state and "state" in state:
+        state["state"].setdefault("common_step", torch.tensor(0.0))
+    for part in state.values():
+        if isinstance(part, dict):
+            _keep_step_of_zero(part)
 
 
 def rng_state(layout: Layout) -> ShardedObject:

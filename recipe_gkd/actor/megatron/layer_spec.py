@@ -30,6 +30,10 @@ from recipe_gkd.actor.megatron.transformer_impl import KEY, REMEDY, installed_ve
 from recipe_gkd.errors import ConfigError
 
 
+_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+"""Names in checkpoints of the norms in front of experts: those of Megatron's local layers."""
+
+
 def decoder_spec(
     dims: ModelDims, config: TransformerConfig, vp_stage: int | None = None
 ) -> ModuleSpec | TransformerBlockSubmodules:
@@ -70,6 +74,7 @@ def _transformer_engine_spec(
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
     for layer in layers:
         _set_activation(layer, config)
+        layer.submodules.sharded_state_dict_keys_map |= _NORM_KEYS
     return spec
 
 

@@ -17,6 +17,7 @@ Patch                          Place in ``megatron/core``
 ``_patch_group_keys``          optimizer/optimizer.py ``param_group_identifier_keys``
 ``_patch_optimizer_shards``    optimizer/distrib_optimizer.py ``sharded_param_state_fully_reshardable``,
                                ``load_parameter_state_from_fully_reshardable``
+``_patch_frozen_linear``       tensor_parallel/layers.py ``LinearWithFrozenWeight``
 ``_patch_router_gemm``         transformer/moe/moe_utils.py ``RouterGatingLinearFunction``
 ``_patch_latent_attention``    transformer/multi_latent_attention.py ``HAVE_TE``, ``Linear``
 ``_patch_results_queue``       dist_checkpointing/strategies/filesystem_async.py ``_results_queue``
@@ -65,6 +66,7 @@ def install() -> None:
     _patch_adam_steps()
     _patch_group_keys()
     _patch_optimizer_shards()
+    _patch_frozen_linear()
     _patch_router_gemm()
     _patch_latent_attention()
     _patch_results_queue()
@@ -147,6 +149,25 @@ def _patch_optimizer_shards() -> None:
 
     DistributedOptimizer.sharded_param_state_fully_reshardable = _patched(sharded)
     DistributedOptimizer.load_parameter_state_from_fully_reshardable = load_param_state
+
+
+def _patch_frozen_linear() -> None:
+    """Compute the gradient of the input of a frozen layer as one matrix product.
+
+    The gradient of the logits, [S, 1, V], is a transposed tensor. For such strides ``torch.matmul`` multiplies each
+    row with the weight by itself, and reads the weight S times, if the weight needs no gradient.
+    """
+    from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight
+
+    original = LinearWithFrozenWeight.backward
+    if hasattr(original, _IS_PATCHED):
+        return
+
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        grad_input, *others = original(ctx, grad_output.flatten(end_dim=-2))
+        return (grad_input.view(*grad_output.shape[:-1], -1), *others)
+
+    LinearWithFrozenWeight.backward = staticmethod(_patched(backward))
 
 
 def _patch_router_gemm() -> None:

@@ -28,6 +28,7 @@ from recipe_gkd.actor.checkpoint import hf_save
 from recipe_gkd.actor.megatron import checkpoint_save, patches
 from recipe_gkd.actor.megatron.checkpoint_state import sharded_state
 from recipe_gkd.actor.megatron.megatron_model import MegatronModel
+from recipe_gkd.actor.megatron.norms import RMSNorm
 from recipe_gkd.commands.gpu_smoke.tiny_actor import exported
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
@@ -69,6 +70,49 @@ def resume_and_train(
     with started(rank, world_size, port, config) as actor:
         step = actor.load_checkpoint(path)
         return step, update(actor, batch, 1), exported(actor)
+
+
+def save_before_update(
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], path: Path
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Save a checkpoint before the first update; return metrics and weights of this update, the target of a resume."""
+    with started(rank, world_size, port, config) as actor:
+        actor.save_checkpoint(path)
+        metrics = update(actor, batch, 1)
+        actor.finish_saves()
+        return metrics, exported(actor)
+
+
+def exchange_with_extra_states(
+    rank: int, world_size: int, port: int, config: Config, batch: list[Sample], path: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Load a checkpoint into a model whose norms have extra states, as those of Transformer Engine; save and load that.
+
+    Args:
+        path: Folder of a checkpoint; ``path`` with the suffix ``.extra`` gets the other one.
+
+    Returns:
+        Weights after the first load, after an update, which is saved, and after the load into a model without them.
+    """
+    other = path.with_suffix(".extra")
+    with _norms_with_extra_state(), started(rank, world_size, port, config) as actor:
+        actor.load_checkpoint(path)
+        loaded = exported(actor)
+        update(actor, batch, 1)
+        actor.save_checkpoint(other)
+        updated = exported(actor)
+        actor.finish_saves()
+    with started(rank, world_size, port, config) as actor:
+        actor.load_checkpoint(other)
+        return loaded, updated, exported(actor)
+
+
+@contextmanager
+def _norms_with_extra_state() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RMSNorm, "get_extra_state", lambda self: torch.empty(0), raising=False)
+        patch.setattr(RMSNorm, "set_extra_state", lambda self, state: None, raising=False)
+        yield
 
 
 def repeat_update(

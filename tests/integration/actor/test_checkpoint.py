@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch, GkdError
 from tests._support.errors import check_error
@@ -55,6 +56,30 @@ class TestResume:
                 assert torch.equal(tensor, want_weights[name]), name
             elif not name.endswith("k_proj.bias"):  # its gradient is rounding noise
                 assert (tensor - want_weights[name]).abs().mean() < 2e-6, name
+
+    @pytest.mark.parametrize("optimizer", [[], [PLAIN_OPTIMIZER], [PLAIN_OPTIMIZER, BF16]], ids=" ".join)
+    def test_checkpoint_from_before_the_first_update_is_complete(
+        self, optimizer: list[str], pool: WorkerPool, folders: dict[str, Path], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "ckpt"
+        config = make_config(folders["qwen2"], *optimizer)
+        want_metrics, want = pool.run(1, save_jobs.save_before_update, config, FIRST, path)[0]
+        step, metrics, weights = pool.run(1, save_jobs.resume_and_train, config, path, FIRST)[0]
+        assert step == 0 and metrics["actor/kl_loss"] == want_metrics["actor/kl_loss"]
+        assert all(torch.equal(tensor, want[name]) for name, tensor in weights.items())
+
+    def test_extra_states_of_modules_are_no_part_of_a_checkpoint(
+        self, pool: WorkerPool, folders: dict[str, Path], tmp_path: Path
+    ) -> None:
+        """Transformer Engine's norms have them, and the norms of this project do not."""
+        path = tmp_path / "ckpt"
+        config = make_config(folders["qwen2"])
+        pool.run(1, save_jobs.save_before_update, config, FIRST, path)
+        loaded, updated, last = pool.run(1, save_jobs.exchange_with_extra_states, config, FIRST, path)[0]
+        saved = load_file(folders["qwen2"] / "model.safetensors")
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.items())
+        assert all(torch.equal(tensor, updated[name]) for name, tensor in last.items())
+        assert not all(torch.equal(tensor, updated[name]) for name, tensor in loaded.items())
 
     def test_sharded_state_allocates_nothing_and_loads_gathered_state(
         self, pool: WorkerPool, folders: dict[str, Path], tmp_path: Path

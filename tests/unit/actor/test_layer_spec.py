@@ -206,7 +206,7 @@ class TestTransformerEngineSpec:
         assert mlp_submodules(spec).activation_func is GatedSilu
 
     @pytest.mark.parametrize(("capability", "is_replaced"), [(H100, False), (A100, True)])
-    def test_moe_layers_have_packed_attention_where_te_would_store_scores(
+    def test_moe_layers_have_packed_attention_where_te_would_store_scores_and_local_names(
         self,
         capability: tuple[int, int],
         is_replaced: bool,
@@ -215,8 +215,13 @@ class TestTransformerEngineSpec:
     ) -> None:
         gpu(capability)
         block = SimpleNamespace(layer_specs=[get_gpt_layer_local_spec(), get_gpt_layer_local_spec(num_experts=4)])
+        local_keys = block.layer_specs[1].submodules.sharded_state_dict_keys_map
+        for layer in block.layer_specs:
+            layer.submodules.sharded_state_dict_keys_map = {}  # those of Transformer Engine have none for norms
         monkeypatch.setattr(gpt_layer_specs, "get_gpt_decoder_block_spec", lambda *_, **__: block)
         spec: Any = decoder_spec(DIMS, with_te(experts=4))
+        norm_keys = spec.layer_specs[1].submodules.sharded_state_dict_keys_map
+        assert norm_keys and norm_keys.items() <= local_keys.items(), "both load the checkpoints of the other"
         for layer in spec.layer_specs:
             assert (layer.submodules.self_attention.submodules.core_attention is PackedAttention) is is_replaced
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe_gkd.actor.megatron.optimizer import set_hyperparameters
 from recipe_gkd.actor.megatron.patches import install, on_host
@@ -34,6 +35,32 @@ class Group:
 
     def size(self) -> int:
         return self._size
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradient_of_transposed_logits_is_one_product_with_a_frozen_weight() -> None:
+    """A batched product would read the output layer once for each token."""
+    from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight
+
+    install()
+    hidden, weight, gradient = torch.randn(7, 1, 4, requires_grad=True), torch.randn(9, 4), torch.randn(1, 7, 9)
+    logits = LinearWithFrozenWeight.apply(hidden, weight, None, False, None).transpose(0, 1)
+    with Operations() as operations:
+        logits.backward(gradient)
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad[:, 0], gradient[0] @ weight)
+    assert "mm.default" in operations.names and "bmm.default" not in operations.names
 
 
 def test_bias_of_a_router_is_added_in_the_type_of_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
