@@ -5,8 +5,8 @@
 This module imports nothing from the repository, because the command runs in TRL's own environment. JOB.json has the
 folders ``student`` and ``teacher``, the file ``data`` (parquet or jsonl), the file for the ``result``, ``responses``
 (per step), ``response_tokens``, ``steps``, ``lr`` and ``adam_beta2``, and optionally ``save``, a folder for the trained
-student, and ``bf16`` (see :func:`settings`). The result has the wall clock and the CPU time of the process after each optimizer step, and the mean length
-of the responses.
+student, and ``bf16`` (see :func:`settings`). The result has the wall clock and the CPU time of the process after each
+optimizer step, and the mean length of the responses.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ MODELS is the folder of ``launch/example_smollm2.sh`` with ``teacher`` (SmolLM2-
 without six layers), ``train.jsonl`` and ``val.jsonl``. Both sides train the student with forward KL, the same 384
 prompts, 16 responses of at most 48 tokens per step, AdamW and a constant learning rate, in float32 or, with ``--dtype
 bfloat16``, with bfloat16 products and float32 master weights. ``vs_trl.py`` has the columns, TRL's other settings and
-its environment. TRL has the loss on the whole vocabulary; here the teacher sends its
-64 most likely ids, and the rest is one outcome. On our side the last step, which generates no batch, is not measured.
+its environment. TRL has the loss on the whole vocabulary; here the teacher sends its 64 most likely ids, and the rest
+is one outcome. On our side the last step, which generates no batch, is not measured.
 
 Afterwards both students answer 64 held-out prompts, and ``examples/smollm2/curve_scores.py`` computes their exact KL
 divergence to the teacher. Alternates the sides in each round; a round takes about ten minutes on two cores.
@@ -127,9 +127,8 @@ def main() -> int:
                 "ours": folder / "ours" / f"global_step_{arguments.steps}" / "huggingface",
             }
             scores.append(scores_of(models, students, folder))
-    heading = (
-        f"SmolLM2: {RESPONSES} responses x at most {RESPONSE_TOKENS} tokens, {arguments.steps} steps, {arguments.dtype}"
-    )
+    shape = f"{RESPONSES} responses x at most {RESPONSE_TOKENS} tokens, {arguments.steps} steps"
+    heading = f"SmolLM2, {arguments.dtype}: {shape}"
     results = report(heading, TARGET, found)
     for name in scores[0]:
         means = {key: statistics.mean(each[name][key] for each in scores) for key in scores[0][name]}

@@ -29,7 +29,6 @@ from recipe_gkd.actor.megatron.packed_attention import PackedAttention, attentio
 from recipe_gkd.actor.megatron.transformer_impl import KEY, REMEDY, installed_version
 from recipe_gkd.errors import ConfigError
 
-
 _NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 """Names in checkpoints of the norms in front of experts: those of Megatron's local layers."""
 

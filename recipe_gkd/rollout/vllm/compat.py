@@ -232,8 +232,35 @@ def _keep_kernels_of_experts() -> None:
     FusedMoEConfig.__post_init__ = without_adapters  # type: ignore[method-assign]
 
 
+def _compute_one_adapter_at_once() -> None:
+    """Replace the products of adapters on a CPU: one product for a step whose tokens all have the same adapter.
+
+    vLLM copies the factors of the adapter once for each token, which takes more time than all other layers.
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    def joined(product: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(product)
+        def compute(
+            inputs: Any, factors: Any, outputs: Any, adapters_T: torch.Tensor, *args: Any, **options: Any
+        ) -> None:
+            if len(adapters_T) > 1 and bool((adapters_T == adapters_T[0]).all()):
+                adapters_T = adapters_T[:1]  # its factors are broadcast
+            product(inputs, factors, outputs, adapters_T, *args, **options)
+
+        return compute
+
+    for name in ("bgmv_expand", "bgmv_expand_slice", "bgmv_shrink"):
+        replaced = joined(getattr(lora_ops, name))
+        for module in (lora_ops, punica_cpu):
+            setattr(module, name, replaced)
+
+
 _self_check()
 _keep_kernels_of_experts()
+if current_platform.is_cpu():
+    _compute_one_adapter_at_once()
 _write_compile_cache_atomically()
 _keep_buffers_in_reloads()
 _name_partial_loaders()

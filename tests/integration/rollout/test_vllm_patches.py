@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LayerWithBuffer(nn.Module):
@@ -47,6 +48,43 @@ def test_reload_keeps_persistent_buffer_unless_it_is_loaded(loaded: list[float])
     finalize_layerwise_reload(model, None)
     assert layer.weight.tolist() == [1.0] * 4 and layer.slope.tolist() == loaded
     assert (layer.weight.data_ptr(), layer.slope.data_ptr()) == addresses
+
+
+class _Sizes(TorchDispatchMode):
+    """Number of elements of the largest tensor that an operation returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+@pytest.mark.parametrize("adapters", [[1] * 6, [1, 0, 1, 1, 0, 1], [1]], ids=["one adapter", "two", "one token"])
+def test_tokens_of_one_adapter_do_not_copy_it(adapters: list[int]) -> None:
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    import recipe_gkd.rollout.vllm.compat  # noqa: F401 - applies the patches
+
+    assert punica_cpu.bgmv_shrink is lora_ops.bgmv_shrink and punica_cpu.bgmv_expand is lora_ops.bgmv_expand
+    n_tokens, chosen = len(adapters), torch.tensor(adapters)
+    a_RI, b_OR, inputs = torch.randn(2, 1, 4, 32), torch.randn(2, 1, 24, 4), torch.randn(n_tokens, 32)
+    shrunk, expanded, base = torch.zeros(n_tokens, 4), torch.zeros(n_tokens, 24), torch.randn(n_tokens, 40)
+    sliced, lengths = base.clone(), torch.ones(n_tokens, dtype=torch.long)
+    metadata = (lengths, lengths, chosen, n_tokens, 1, n_tokens)
+    with _Sizes() as sizes:
+        lora_ops.sgmv_shrink(inputs, a_RI, shrunk, *metadata, 0.5)
+        lora_ops.bgmv_expand(shrunk, b_OR, expanded, chosen, add_inputs=False)
+        lora_ops.bgmv_expand_slice(shrunk, b_OR, sliced, chosen, 8, 24, add_inputs=True)
+    expected = torch.stack([0.5 * b_OR[i, 0] @ (a_RI[i, 0] @ row) for i, row in zip(adapters, inputs, strict=True)])
+    torch.testing.assert_close(expanded, expected)
+    torch.testing.assert_close(sliced[:, 8:32] - base[:, 8:32], expected)
+    assert torch.equal(sliced[:, 32:], base[:, 32:])
+    if len(set(adapters)) == 1:
+        assert sizes.largest <= max(a_RI.numel(), base.numel())
 
 
 def test_compile_cache_is_complete_whenever_another_process_reads_it(
