@@ -17,6 +17,7 @@ from recipe_gkd.commands.plan.changes import smallest_change
 from recipe_gkd.commands.plan.estimate import estimate_run
 from recipe_gkd.config import Config
 from recipe_gkd.config.conditions import saves_checkpoints
+from recipe_gkd.config.weight_transport import cuda_problems, weight_transport
 from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, read_actor_memory
 from recipe_gkd.memory_budget.slots import query_gpus, slot_memory
@@ -70,6 +71,12 @@ def _slots(config: Config) -> tuple[int, str]:
         return n_actors, keys
     nodes, each = config.rollout_pool
     return n_actors + nodes * each, f"{keys} + rollout.nnodes x rollout.n_gpus_per_node"
+
+
+def transport_findings(config: Config) -> list[Finding]:
+    """Check the settings and variables that the transfer of weights between CUDA devices needs."""
+    messages = [str(problem) for problem in cuda_problems(config, os.environ)]
+    return problems_of("weight transport", messages, otherwise=weight_transport(config))
 
 
 def shared_memory_findings(config: Config, device: str) -> list[Finding]:

@@ -297,6 +297,14 @@ class TestMachineChecks:
         expected = per_weight * memory.n_weights + per_adapter_weight * memory.n_adapters
         assert machine_checks.checkpoint_bytes(config) == expected
 
+    def test_variable_that_the_hybrid_engine_refuses_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = base_config("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync")
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        [found] = machine_checks.transport_findings(config)
+        assert found.severity == "problem" and "unset PYTORCH_CUDA_ALLOC_CONF" in found.text
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+        assert [finding.severity for finding in machine_checks.transport_findings(config)] == ["ok"]
+
     def test_hidden_gpus_leave_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine_checks, "driver_release", lambda: "580.95.05")
         for visible, device in (("", "cpu"), ("1", "cuda")):
