@@ -3,8 +3,8 @@
 #
 #   TRAIN_FILES=/data/train.parquet bash launch/run_qwen2.5_one_node.sh [key=value ...]
 #
-# Environment: STUDENT, TEACHER (folders, or hub names that `hf download` has fetched), TRAIN_FILES, TEACHER_GPUS (6,7),
-# PYTHON (.venv/bin/python, or python3).
+# Environment: STUDENT, TEACHER (folders, or hub names that `hf download` has fetched), TRAIN_FILES, TRAIN_GPUS
+# (0,1,2,3,4,5), TEACHER_GPUS (6,7), PYTHON (.venv/bin/python, or python3).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/paths.bash"
 CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."

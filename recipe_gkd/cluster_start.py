@@ -18,10 +18,9 @@ from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.checkpoints.run_folder import folder_of
 from recipe_gkd.cluster import SCORING_CONNECT_S, ActorReports, Cluster
 from recipe_gkd.config import Config
-from recipe_gkd.config.hybrid_engine import hybrid_cuda_problems
 from recipe_gkd.config.startup import startup_timeout_s
 from recipe_gkd.config.timeouts import SYNC_TIMEOUT, timeout_of
-from recipe_gkd.config.weight_transport import weight_transport
+from recipe_gkd.config.weight_transport import cuda_problems, weight_transport
 from recipe_gkd.data.sharding import Cost, Sharding, token_cost
 from recipe_gkd.diagnostics.collect import diagnose, with_diagnosis
 from recipe_gkd.errors import ConfigError
@@ -87,11 +86,11 @@ async def start_cluster(
         caches: Cache of each teacher that has one, by name.
 
     Raises:
-        ConfigError: Actor and rollout engines cannot share CUDA devices as configured. No worker was started.
+        ConfigError: Actor and rollout engines cannot exchange weights between CUDA devices. No worker was started.
         ResourceError: The cluster, or a slot's memory for a phase of the hybrid engine, is too small. Nothing started.
         GkdError: A worker failed to start.
     """
-    if device == "cuda" and (problems := list(hybrid_cuda_problems(config))):
+    if device == "cuda" and (problems := list(cuda_problems(config, os.environ))):
         raise ConfigError.joined(problems)
     arguments: dict[str, dict[str, Any]] = {
         "actor": dict(total_steps=total_steps, n_token_ids=n_tokens),

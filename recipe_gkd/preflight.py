@@ -12,6 +12,7 @@ import numpy as np
 
 from recipe_gkd.actor.megatron.layout_checks import ensure_heads_fit_context, ensure_layout_fits
 from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.megatron.transformer_impl import impl_setting
 from recipe_gkd.actor.routing_checks import check_routing_replay
 from recipe_gkd.actor.strategy import read_student_dims
 from recipe_gkd.actor.student_dims import load_hf_config
@@ -86,14 +87,15 @@ def read_student(config: Config) -> Student:
 
 
 def _check_megatron_layout(dims: ModelDims, config: Config) -> None:
-    megatron = config.actor_rollout_ref.actor.megatron
+    actor = config.actor_rollout_ref.actor
+    megatron = replace(actor.megatron, transformer_impl=impl_setting(actor))
     ensure_layout_fits(dims, megatron)
     if config.trainer.device == "cpu" or megatron.transformer_impl == "local":
         ensure_heads_fit_context(dims, megatron)  # otherwise the worker checks it, when it has chosen the kernel
-    if config.actor_rollout_ref.actor.lora.rank:
+    if actor.lora.rank:
         from recipe_gkd.actor.megatron.lora_table import adapted_weights  # imports torch
 
-        adapted_weights(dims, config.actor_rollout_ref.actor.lora)  # refuses names of no layer
+        adapted_weights(dims, actor.lora)  # refuses names of no layer
     if megatron.override_transformer_config or megatron.override_ddp_config:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron lists packages that it does not find

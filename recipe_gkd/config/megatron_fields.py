@@ -34,6 +34,7 @@ _MODEL = (
 )  # fmt: skip
 _SAME_MODEL = "the actor and the rollout engine must compute the model of config.json"
 _DROPS_TOKENS = f"tokens above the capacity have no experts, and {_SAME_MODEL}"
+_CUDA_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 _NO_NOISE = "the rollout engine's log-probabilities have no such noise"
 # Fields that Megatron 0.19 has and 0.16 does not have.
 NEWER_FIELDS = {
@@ -50,6 +51,8 @@ FIXED_FIELDS = {
     **dict.fromkeys(_RANDOM, _NO_NOISE),
     **NEWER_FIELDS,
     "moe_expert_capacity_factor": _DROPS_TOKENS,
+    **dict.fromkeys(_CUDA_GRAPHS, "a CUDA graph has inputs of one length, but packed rows differ in length"),
+    "num_microbatches_with_partial_activation_checkpoints": "the actor recomputes the same layers in each micro-batch",
     "calculate_per_token_loss": "the objective is a mean over the global batch",
     "variable_seq_lengths": "sequences are packed",
     "attention_backend": "it is chosen for the GPU, so that no matrix of scores is stored",
@@ -59,7 +62,7 @@ FIXED_FIELDS = {
     "perform_initialization": "it would also skip the marks of divided parameters, which the gradient norm needs",
 }
 
-
+_FLOAT32_RESIDUAL = "fp32_residual_connection"
 _BALANCING = "moe_router_load_balancing_type"
 _CHOOSES_EXPERTS = ("sinkhorn", "quantile_balancing")
 """Values of this field with which the router chooses other experts than the model of config.json."""
@@ -77,6 +80,22 @@ def fixed_field_problems(config: Config) -> Iterator[ConfigError]:
             f"{FIXED_FIELDS[name]}",
             remedy="remove it",
             keys=(f"{MEGATRON}.override_transformer_config.{name}",),
+        )
+    pp = actor.megatron.pipeline_model_parallel_size
+    if overrides.get(_FLOAT32_RESIDUAL) and pp > 1 and actor.megatron.dtype != "float32":
+        yield ConfigError(
+            f"{MEGATRON}.override_transformer_config.{_FLOAT32_RESIDUAL}=true with "
+            f"{MEGATRON}.pipeline_model_parallel_size={pp}: the stages exchange hidden states in {MEGATRON}.dtype="
+            f"{actor.megatron.dtype}",
+            remedy=f"remove it, or set {MEGATRON}.dtype=float32",
+            keys=tuple(
+                f"{MEGATRON}.{name}"
+                for name in (
+                    f"override_transformer_config.{_FLOAT32_RESIDUAL}",
+                    "pipeline_model_parallel_size",
+                    "dtype",
+                )
+            ),
         )
     balancing = overrides.get(_BALANCING)
     for value in balancing if isinstance(balancing, list) else [balancing]:

@@ -11,6 +11,9 @@ FSDP, any ``dtype``      4       4         8
 frozen under LoRA        2 or 4  0         0
 ======================== ======= ========= =======================================================
 
+With ``grad_reduce_in_fp32=false`` Megatron's gradients have the data type of the weights. The optimizer step then needs
+float32 copies of them (:func:`has_gradient_copies`), which are not counted here.
+
 Megatron's distributed optimizer divides the optimizer state among the data-parallel ranks. FSDP divides everything
 among the ranks that share a copy of the model. No weight is loaded.
 """
@@ -104,7 +107,6 @@ def megatron_states(
     shared_by = world_size / (tp * pp) if is_divided else 1.0
     experts_shared_by = world_size / (etp * ep * pp) if is_divided else 1.0
     item = ITEM_BYTES[megatron.dtype]
-    in_float32 = bool(megatron.override_ddp_config.get("grad_reduce_in_fp32", True))
     moments = _MOMENTS + (_FLOAT32 if item < _FLOAT32 else 0)
     stages: list[States] = []
     bases, adapters = (_stage_parameters(dims, megatron, table) for table in (weights(dims), _factors(adapted)))
@@ -113,13 +115,23 @@ def megatron_states(
         stages.append(
             {
                 "params": item * (base.dense + base.experts / ep + own.dense),
-                "grads": (_FLOAT32 if in_float32 else item) * (dense + experts / ep),
+                "grads": (_FLOAT32 if _reduces_in_float32(megatron) else item) * (dense + experts / ep),
                 "optimizer": moments * (dense / shared_by + experts / ep / experts_shared_by),
             }
         )
     if UNEQUAL_STAGES & megatron.override_transformer_config.keys():
         return [_mean(stages)]
     return stages
+
+
+def has_gradient_copies(actor: ActorConfig) -> bool:
+    """Return True if the optimizer step needs float32 copies of 16-bit gradients, divided like the moments."""
+    is_16_bit = actor.strategy == "megatron" and ITEM_BYTES[actor.dtype] < _FLOAT32
+    return is_16_bit and not _reduces_in_float32(actor.megatron)
+
+
+def _reduces_in_float32(megatron: MegatronConfig) -> bool:
+    return bool(megatron.override_ddp_config.get("grad_reduce_in_fp32", True))
 
 
 def _factors(adapted: Sequence[AdaptedWeight]) -> list[Weight]:

@@ -71,4 +71,4 @@ async def _read_node(node: str, device: str, n_slots: int, timeout_s: float) -> 
 
 
 def _read_memory(device: str, n_slots: int) -> tuple[str, int | None]:
-    return socket.gethostname(), slot_memory(device, n_slots)
+    return socket.gethostname(), slot_memory(device, n_slots, visible_only=False)

@@ -273,6 +273,15 @@ class TestMegatronOverrides:
         with raises(ConfigError, keys=(f"{lora}.target_modules",)):
             read_student(make_config(f"actor_rollout_ref.model.path={model}", f"{lora}.rank=4", names))
 
+    def test_heads_that_layers_with_adapters_cannot_exchange_are_refused(self, model: Path) -> None:
+        """On GPUs, layers without adapters may be those of Transformer Engine, which need no exchange."""
+        sizes = ("trainer.device=cuda", "trainer.n_gpus_per_node=8", f"{self.MEGATRON}.context_parallel_size=8")
+        given = (f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=8", "data.max_response_length=8")
+        assert read_student(make_config(*given, *sizes)).vocab_size
+        keys = tuple(f"{self.MEGATRON}.{name}_parallel_size" for name in ("context", "tensor_model"))
+        with raises(ConfigError, keys=keys):
+            read_student(make_config(*given, *sizes, "actor_rollout_ref.actor.lora.rank=4"))
+
     @pytest.mark.parametrize(
         "overrides",
         [

@@ -16,9 +16,11 @@ from recipe_gkd.commands.doctor.findings import Finding, Severity, problems_of
 from recipe_gkd.commands.plan.changes import smallest_change
 from recipe_gkd.commands.plan.estimate import estimate_run
 from recipe_gkd.config import Config
-from recipe_gkd.errors import ModelError
+from recipe_gkd.config.conditions import saves_checkpoints
+from recipe_gkd.config.weight_transport import cuda_problems, weight_transport
+from recipe_gkd.errors import ConfigError, ModelError
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, read_actor_memory
-from recipe_gkd.memory_budget.slots import slot_memory
+from recipe_gkd.memory_budget.slots import query_gpus, slot_memory
 from recipe_gkd.metrics.loggers.logger_checks import check_loggers
 from recipe_gkd.metrics.loggers.prometheus_logger import check_metrics_port
 from recipe_gkd.runtime.socket_paths import shorten_socket_paths
@@ -36,7 +38,8 @@ def device_of(config: Config) -> str:
     """Return the device kind that the workers get on this machine, ``"cuda"`` or ``"cpu"``."""
     if config.trainer.device != "auto":
         return config.trainer.device
-    return "cpu" if driver_release() is None else "cuda"
+    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") == "" and not config.ray_init.address
+    return "cpu" if hides_gpus or driver_release() is None else "cuda"
 
 
 def device_findings(config: Config, device: str) -> list[Finding]:
@@ -46,7 +49,7 @@ def device_findings(config: Config, device: str) -> list[Finding]:
     """
     messages = [text for text in find_problems(device, {}) if text not in shared_memory_problems()]
     needed, keys = _slots(config)
-    found = _n_gpus() if device == "cuda" else config.ray_init.num_cpus or os.cpu_count() or 1
+    found = len(query_gpus("index")) if device == "cuda" else config.ray_init.num_cpus or os.cpu_count() or 1
     kind = "GPUs" if device == "cuda" else "CPU slots"
     starts_ray = not config.ray_init.address
     if starts_ray and found < needed:
@@ -70,11 +73,10 @@ def _slots(config: Config) -> tuple[int, str]:
     return n_actors + nodes * each, f"{keys} + rollout.nnodes x rollout.n_gpus_per_node"
 
 
-def _n_gpus() -> int:
-    n_gpus = 0
-    while slot_memory("cuda", n_gpus + 1) is not None:
-        n_gpus += 1
-    return n_gpus
+def transport_findings(config: Config) -> list[Finding]:
+    """Check the settings and variables that the transfer of weights between CUDA devices needs."""
+    messages = [str(problem) for problem in cuda_problems(config, os.environ)]
+    return problems_of("weight transport", messages, otherwise=weight_transport(config))
 
 
 def shared_memory_findings(config: Config, device: str) -> list[Finding]:
@@ -185,8 +187,8 @@ def folder_findings(config: Config) -> Iterator[Finding]:
     if problem is not None:
         yield Finding("run folder", "problem", f"{key}: {problem}; free some space, or choose a folder of your own")
         return
-    free, needed = shutil.disk_usage(existing).free, _checkpoint_bytes(config)
-    if config.trainer.save_freq > 0 and needed is not None and free < needed:
+    free, needed = shutil.disk_usage(existing).free, checkpoint_bytes(config)
+    if saves_checkpoints(config) and needed is not None and free < needed:
         text = f"{key}: the disk has {size_text(free)} free, but a checkpoint needs {size_text(needed)}"
         yield Finding("run folder", "problem", f"{text}; free some space, or choose a folder on another disk")
         return
@@ -201,18 +203,27 @@ def _write_probe(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _checkpoint_bytes(config: Config) -> float | None:
-    """Return the least size of a checkpoint in bytes, None if the student is unknown or only adapters are saved."""
+def checkpoint_bytes(config: Config) -> float | None:
+    """Return the least size of a checkpoint in bytes, None if the student is unknown.
+
+    With LoRA the shards have the adapters only, and the folder huggingface the merged weights.
+    """
     actor = config.actor_rollout_ref.actor
-    if actor.lora.rank:
-        return None
     try:
-        n_weights = read_actor_memory(config).n_weights
-    except ModelError:  # another check reports it
+        memory = read_actor_memory(config)
+    except (ConfigError, ModelError):  # another check reports it
         return None
-    item = ITEM_BYTES[actor.dtype]
-    sizes = {"model": item, "optimizer": 8, "hf_model": item}
-    return float(n_weights * sum(size for part, size in sizes.items() if part in actor.checkpoint.save_contents))
+    item, is_megatron = ITEM_BYTES[actor.dtype], actor.strategy == "megatron"
+    stored = item if is_megatron else ITEM_BYTES["float32"]
+    # Megatron saves the float32 weights of the optimizer too, if they are not the weights of the model.
+    has_copies = is_megatron and (actor.megatron.use_distributed_optimizer or stored < ITEM_BYTES["float32"])
+    n_trained = memory.n_adapters or memory.n_weights
+    sizes = {
+        "model": n_trained * stored,
+        "optimizer": n_trained * ITEM_BYTES["float32"] * (3 if has_copies else 2),
+        "hf_model": memory.n_weights * item,
+    }
+    return float(sum(size for part, size in sizes.items() if part in actor.checkpoint.save_contents))
 
 
 def memory_findings(config: Config, device: str) -> list[Finding]:

@@ -18,6 +18,7 @@ from recipe_gkd.commands.doctor.machine_checks import (
     port_findings,
     shared_memory_findings,
     socket_findings,
+    transport_findings,
 )
 from recipe_gkd.commands.doctor.reward_checks import reward_call_findings, reward_findings
 from recipe_gkd.commands.doctor.student_checks import student_findings
@@ -38,6 +39,8 @@ def static_findings(config: Config) -> Iterator[Finding]:
     config = with_data_types(config, device)
     yield from findings_of("versions", partial(version_findings, device))
     yield from findings_of("devices", partial(device_findings, config, device))
+    if device == "cuda":
+        yield from findings_of("weight transport", partial(transport_findings, config))
     yield from findings_of("shared memory", partial(shared_memory_findings, config, device))
     yield from findings_of("ports", partial(port_findings, config))
     yield from findings_of("name lookups", name_lookup_findings)

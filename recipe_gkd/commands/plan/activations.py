@@ -16,7 +16,9 @@ Models with experts have 5 F in both kinds of Megatron's layers, because they us
 
 The last two rows were measured on a CPU in float32, the second and the last on an H200 in bfloat16. The backward pass
 of a layer holds another 6 H per token. With recomputation the inputs of all layers and the activations of one remain.
-The logits of the Megatron backend exist once, because their gradient is written over them; with FSDP they exist twice.
+A pipeline stage stores activations for each micro-batch in flight. The layer that is recomputed, what a backward pass
+holds, and the logits exist for one micro-batch at a time. The logits of the Megatron backend exist once, because their
+gradient is written over them; with FSDP they exist twice.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from recipe_gkd.actor.megatron.model_dims import ModelDims
+from recipe_gkd.actor.megatron.transformer_impl import impl_setting
 from recipe_gkd.actor.student_dims import StudentDims
-from recipe_gkd.config.schema import Config
+from recipe_gkd.config.schema import Config, MegatronConfig
 from recipe_gkd.losses.fused_head import BLOCK_BYTES
 from recipe_gkd.memory_budget.actor_states import ITEM_BYTES
 from teacher.common.head_dtype import wants_float32_head
@@ -58,28 +62,52 @@ class MicroBatchMemory:
     top_k: float
 
 
-def micro_batch_memory(config: Config, device: str, dims: StudentDims, n_ids: int) -> MicroBatchMemory:
-    """Return the memory of the largest micro-batch, all of whose positions may be response tokens.
+class _PerToken(NamedTuple):
+    """Numbers per token that a pipeline stage keeps for each micro-batch in flight, and those that exist once."""
+
+    stored: float
+    transient: float
+
+
+def micro_batch_memory(
+    config: Config, device: str, dims: StudentDims, n_ids: int, n_micro_batches: int
+) -> MicroBatchMemory:
+    """Return the memory of the largest micro-batches, all of whose positions may be response tokens.
 
     With pipeline parallelism the sum is for the fuller one of the first and the last stage.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
         n_ids: Number of ids with a log-probability of the teacher, at each position.
+        n_micro_batches: Micro-batches per step of a data-parallel rank.
     """
     actor = config.actor_rollout_ref.actor
     item, is_megatron = ITEM_BYTES[actor.dtype], actor.strategy == "megatron"
     tp = actor.megatron.tensor_model_parallel_size if is_megatron else 1
-    pp = actor.megatron.pipeline_model_parallel_size if is_megatron else 1
     cp = actor.megatron.context_parallel_size if is_megatron else 1
-    rows = micro_batch_tokens(config)
-    tokens = rows / cp
-    first = tokens * item * _kept_per_token(config, device, dims) * (pp if pp > 1 else 1)
+    tokens = micro_batch_tokens(config) / cp
+    kept = _kept_per_token(config, device, dims)
+    in_flight = _in_flight(actor.megatron, n_micro_batches) if is_megatron else (1.0, 1.0)
+    first, last = (tokens * item * (n * kept.stored + kept.transient) for n in in_flight)
     logits, scores = _logits_bytes(config, device, dims, tokens, tp), tokens * n_ids * _TEACHER_ENTRY_BYTES
-    last = first / pp + logits + scores
-    if pp > 1 and first >= last:
+    if first >= last + logits + scores:
         return MicroBatchMemory(activations=first, logits=0.0, top_k=0.0)
-    return MicroBatchMemory(activations=first / pp, logits=logits, top_k=scores)
+    return MicroBatchMemory(activations=last, logits=logits, top_k=scores)
+
+
+def _in_flight(megatron: MegatronConfig, n_micro_batches: int) -> tuple[float, float]:
+    """Return the micro-batches whose activations the first and the last pipeline stage store at their peak.
+
+    A stage computes the forward passes of a warm-up and one more before its first backward pass
+    (megatron/core/pipeline_parallel/schedules.py, ``get_pp_rank_microbatches``). With interleaving these are passes of
+    chunks, which have a part of the layers of the stage.
+    """
+    pp, n_chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
+    if n_chunks is None:
+        return float(min(pp, n_micro_batches)), 1.0
+    last = (n_chunks - 1) * pp + 1
+    first = 2 * (pp - 1) + last
+    return min(first / n_chunks, n_micro_batches), min(last / n_chunks, n_micro_batches)
 
 
 def micro_batch_tokens(config: Config) -> int:
@@ -91,7 +119,7 @@ def micro_batch_tokens(config: Config) -> int:
     return actor.micro_batch_size * longest
 
 
-def _kept_per_token(config: Config, device: str, dims: StudentDims) -> float:
+def _kept_per_token(config: Config, device: str, dims: StudentDims) -> _PerToken:
     """Return the numbers per token that a rank of one pipeline stage keeps."""
     actor = config.actor_rollout_ref.actor
     megatron = actor.megatron
@@ -110,8 +138,8 @@ def _kept_per_token(config: Config, device: str, dims: StudentDims) -> float:
     hidden = dims.hidden / (tp if is_sharded else 1)
     backward = _BACKWARD_OF_LAYER * hidden
     if recomputes:
-        return dims.layers / pp * hidden + max(layers) + backward
-    return sum(layers) / pp + backward
+        return _PerToken(stored=dims.layers / pp * hidden, transient=max(layers) + backward)
+    return _PerToken(stored=sum(layers) / pp, transient=backward)
 
 
 def _layer_numbers(dims: StudentDims, layer: int, widths: Sequence[int], tp: int, *, is_sharded: bool) -> float:
@@ -124,7 +152,7 @@ def _layer_numbers(dims: StudentDims, layer: int, widths: Sequence[int], tp: int
 
 
 def _uses_local_layers(config: Config, device: str) -> bool:
-    impl = config.actor_rollout_ref.actor.megatron.transformer_impl
+    impl = impl_setting(config.actor_rollout_ref.actor)
     if impl == "auto":
         return device == "cpu" or importlib.util.find_spec("transformer_engine") is None
     return impl == "local"

@@ -13,7 +13,14 @@ from recipe_gkd.config.data_types import with_data_types
 from recipe_gkd.config.responses import ResponseCounts
 from recipe_gkd.config.schema import Config
 from recipe_gkd.config.support import Support
-from recipe_gkd.memory_budget.actor_states import ITEM_BYTES, ActorMemory, States, read_actor_memory, sync_bytes
+from recipe_gkd.memory_budget.actor_states import (
+    ITEM_BYTES,
+    ActorMemory,
+    States,
+    has_gradient_copies,
+    read_actor_memory,
+    sync_bytes,
+)
 from recipe_gkd.memory_budget.phases import ACTOR_PARTS, PhaseMemory, engine_overhead, phase_memory
 from recipe_gkd.rollout.limits import engine_length
 from teacher.common.sizes import GIB
@@ -97,7 +104,11 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
     actor, dims = read_actor_memory(config), read_student_dims(settings.model.path, config)
     top_k = min(settings.teacher.top_k or _DEFAULT_TOP_K, dims.vocab_size)
     n_ids = Support.of(config).max_ids(top_k)
-    batch = micro_batch_memory(config, device, dims, n_ids)
+    most = ResponseCounts.most(config)
+    longest = data.max_prompt_length + data.max_response_length
+    per_batch = max(1, micro_batch_tokens(config) // longest)
+    n_micro_batches = math.ceil(math.ceil(most.trained / data_parallel_size(config)) / per_batch)
+    batch = micro_batch_memory(config, device, dims, n_ids, n_micro_batches)
     by_phase = phase_memory(config, device, actor, device_memory)
     phases: dict[str, PhaseMemory] = {phase.phase: phase for phase in by_phase}
     pools = _pools(config, device, actor, batch, phases)
@@ -105,10 +116,7 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
     per_token = _cache_bytes_per_token(config, dims)
     cached_tokens = int(cache / per_token) if per_token else 0
     excesses = [] if device_memory is None else list(_excesses(config, pools, device_memory, cache, dims))
-    most = ResponseCounts.most(config)
-    longest = data.max_prompt_length + data.max_response_length
     token_bytes = n_ids * (6 if settings.teacher.wire_dtype == "float16" else 8) + 4
-    per_batch = max(1, micro_batch_tokens(config) // longest)
     return RunEstimate(
         n_parameters=actor.n_weights,
         n_rank_parameters=max(stage["params"] for stage in actor.stages) / _stored_item(config),
@@ -118,7 +126,7 @@ def estimate_run(config: Config, device: str, device_memory: int | None) -> RunE
         excess=sum(size for _, size in excesses),
         cached_tokens=cached_tokens,
         tokens=most.trained * longest,
-        micro_batches=math.ceil(math.ceil(most.trained / data_parallel_size(config)) / per_batch),
+        micro_batches=n_micro_batches,
         micro_batch_tokens=micro_batch_tokens(config),
         sync_bytes=sync_bytes(config, actor),
         teacher_bytes=most.scored * data.max_response_length * token_bytes,
@@ -171,7 +179,9 @@ def _update_parts(config: Config, device: str, actor: ActorMemory, batch: MicroB
         del backward[ACTOR_PARTS["optimizer"]]
     is_megatron = config.actor_rollout_ref.actor.strategy == "megatron"  # FSDP's fused AdamW allocates nothing
     moment = largest["optimizer"] * _MOMENT_SHARE[_stored_item(config)] if is_megatron else 0.0
-    return max(backward, {**states, "optimizer step": moment, **process}, key=lambda parts: sum(parts.values()))
+    n_temporary = 2 if has_gradient_copies(config.actor_rollout_ref.actor) else 1  # a copy is as large as a moment
+    step = {**states, "optimizer step": n_temporary * moment, **process}
+    return max(backward, step, key=lambda parts: sum(parts.values()))
 
 
 def _cache_bytes_per_token(config: Config, dims: StudentDims) -> float:

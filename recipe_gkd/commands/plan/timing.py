@@ -251,7 +251,7 @@ def sync_seconds(n_bytes: float, transport: str, bucket_megabytes: float) -> flo
 
 
 def _gpu_name() -> str:
-    if not (names := query_gpus("name").splitlines()):
+    if not (names := query_gpus("name")):
         raise ConfigError(
             "this machine has no GPU whose name can be read",
             remedy="give it, such as --device-name 'NVIDIA H100 80GB HBM3'",

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import ray
 
+from tests._support import fake_slurm
 from tests._support.ports import free_port
 from tests._support.repository import REPO
 from tests._support.waiting import PATIENCE_S, wait_until
-from tests.integration.launch import fake_slurm
 
 SCRIPT = REPO / "launch" / "slurm.sbatch"
 
@@ -53,5 +53,7 @@ def test_job_of_two_nodes_is_saved_and_requeued(tmp_path: Path) -> None:
     address = f"{ray.util.get_node_ip_address()}:{environment['RAY_PORT']}"
     keys = f"--config-name quickstart gkd.beta=0.5 ray_init.address={address}"
     assert f"training -m recipe_gkd.main_gkd {keys}" in lines
-    assert lines[-2:] == ["training got SIGUSR1", f"scontrol requeue {job_id}"]
+    removal = f"srun --overlap --nodes=2 --ntasks=2 rm -rf /tmp/ray_{job_id}"
+    assert lines[-3:] == ["training got SIGUSR1", removal, f"scontrol requeue {job_id}"]
+    assert not Path(f"/tmp/ray_{job_id}").exists()
     assert [line for line in lines if "--exclude=node-1" in line and f"--address={address}" in line]

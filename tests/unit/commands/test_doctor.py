@@ -22,6 +22,7 @@ from recipe_gkd.__main__ import main
 from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.commands.doctor import live_checks, machine_checks, versions
 from recipe_gkd.commands.gpu_smoke.machine import versions as installed_versions
+from recipe_gkd.memory_budget.actor_states import read_actor_memory
 from teacher.common import machine_checks as shared_checks
 from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
 from tests._support.base_config import base_config
@@ -270,6 +271,46 @@ class TestMachineChecks:
         (found,) = machine_checks.shared_memory_findings(config, "cuda")
         assert found.severity == "problem" and "64.0 MiB" in found.text and "--shm-size" in found.text
         assert machine_checks.shared_memory_findings(config, "cpu")[0].severity == "warning"
+
+    @pytest.mark.parametrize(
+        ("overrides", "per_weight", "per_adapter_weight"),
+        [
+            (["dtype=bfloat16"], 2 + 12 + 2, 0),
+            (["dtype=bfloat16", "use_distributed_optimizer=false"], 2 + 12 + 2, 0),
+            (["dtype=float32"], 4 + 12 + 4, 0),
+            (["dtype=float32", "use_distributed_optimizer=false"], 4 + 8 + 4, 0),
+            (["dtype=bfloat16", "lora"], 2, 2 + 12),
+            (["fsdp_config.dtype=bfloat16"], 4 + 8 + 2, 0),
+            (["fsdp_config.dtype=bfloat16", "lora"], 2, 4 + 8),
+        ],
+    )
+    def test_checkpoint_has_weights_optimizer_state_and_the_folder_huggingface(
+        self, student: Path, overrides: list[str], per_weight: int, per_adapter_weight: int
+    ) -> None:
+        actor, is_fsdp = "actor_rollout_ref.actor", overrides[0].startswith("fsdp_config")
+        keys = [f"{MODEL}={student}", f"{actor}.strategy={'fsdp' if is_fsdp else 'megatron'}"]
+        for each in overrides:
+            section = "" if is_fsdp else "megatron."
+            keys.append(f"{actor}.lora.rank=4" if each == "lora" else f"{actor}.{section}{each}")
+        config = base_config(*keys)
+        memory = read_actor_memory(config)
+        expected = per_weight * memory.n_weights + per_adapter_weight * memory.n_adapters
+        assert machine_checks.checkpoint_bytes(config) == expected
+
+    def test_variable_that_the_hybrid_engine_refuses_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = base_config("actor_rollout_ref.hybrid_engine=true", "trainer.scheduler=sync")
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        [found] = machine_checks.transport_findings(config)
+        assert found.severity == "problem" and "unset PYTORCH_CUDA_ALLOC_CONF" in found.text
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+        assert [finding.severity for finding in machine_checks.transport_findings(config)] == ["ok"]
+
+    def test_hidden_gpus_leave_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(machine_checks, "driver_release", lambda: "580.95.05")
+        for visible, device in (("", "cpu"), ("1", "cuda")):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+            assert machine_checks.device_of(base_config("trainer.device=auto")) == device
+        assert machine_checks.device_of(base_config("trainer.device=cuda")) == "cuda"
 
     def test_tested_versions_are_those_of_the_constraints(self) -> None:
         assert {"torch", "ray", "transformers", "megatron-core"} <= versions.tested_versions("cpu").keys()

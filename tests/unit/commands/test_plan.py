@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recipe_gkd.__main__ import main
+from recipe_gkd.actor.strategy import read_student_dims
+from recipe_gkd.commands.plan.activations import micro_batch_memory
 from recipe_gkd.commands.plan.changes import smallest_change, with_values
 from recipe_gkd.commands.plan.estimate import estimate_run
 from recipe_gkd.config import Config
@@ -19,6 +23,10 @@ from tests._support.base_config import gpu_config
 GIB = 1 << 30
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MEGATRON = f"{ACTOR}.megatron"
+RECOMPUTE = tuple(
+    f"{MEGATRON}.override_transformer_config.{field}"
+    for field in ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
+)
 QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -51,6 +59,17 @@ def parts(config: Config, pool: str, memory: int | None = 80 * GIB) -> dict[str,
     return dict(found.parts)
 
 
+def pipeline_config(student: Path, stages: int, *overrides: str) -> Config:
+    size = (f"{MEGATRON}.pipeline_model_parallel_size={stages}", f"trainer.n_gpus_per_node={stages}")
+    return gpu_config(f"actor_rollout_ref.model.path={student}", *size, f"{ACTOR}.max_token_len=16384", *overrides)
+
+
+def activations(config: Config, n_micro_batches: int) -> float:
+    """Return the bytes of activations of the first pipeline stage: the last one has next to no logits."""
+    dims = replace(read_student_dims(config.actor_rollout_ref.model.path, config), vocab_size=1)
+    return micro_batch_memory(config, "cuda", dims, 1, n_micro_batches).activations
+
+
 class TestEstimateRun:
     def test_states_are_those_of_the_memory_budget(self, config: Config) -> None:
         (states,) = read_actor_memory(config).stages
@@ -68,6 +87,37 @@ class TestEstimateRun:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         after = parts(with_values(config, {f"{MEGATRON}.override_transformer_config": recompute}), "actor")
         assert after["activations"] < before["activations"] / 5
+
+    def test_recomputed_layer_exists_once_and_inputs_for_each_micro_batch_in_flight(self, student: Path) -> None:
+        config = pipeline_config(student, 4, f"{MEGATRON}.transformer_impl=local", *RECOMPUTE)
+        hidden, heads, keys, ffn = 3584, 3584, 512, 18944
+        layer = 5 * hidden + 4 * heads + 3 * keys + 3 * ffn
+        for n_micro_batches, n_in_flight in ((2, 2), (4, 4), (64, 4)):
+            numbers = n_in_flight * 28 / 4 * hidden + layer + 6 * hidden
+            assert activations(config, n_micro_batches) == pytest.approx(16384 * 2 * numbers)
+
+    def test_interleaved_stages_store_more_micro_batches(self, student: Path) -> None:
+        """Megatron's first stage of 4 begins a backward pass after 2 x 3 + 4 + 1 forward passes of half a stage."""
+        plain = pipeline_config(student, 4, *RECOMPUTE)
+        config = pipeline_config(student, 4, f"{MEGATRON}.virtual_pipeline_model_parallel_size=2", *RECOMPUTE)
+        stored = (activations(plain, 64) - activations(plain, 1)) / 3
+        assert activations(config, 64) - activations(plain, 1) == pytest.approx(stored * (11 / 2 - 1))
+
+    def test_layers_with_adapters_are_those_of_torch(self, student: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        installed = SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: object()))  # Transformer Engine
+        monkeypatch.setattr("recipe_gkd.commands.plan.activations.importlib", installed)
+        auto, local = (f"{MEGATRON}.transformer_impl={impl}" for impl in ("auto", "local"))
+        lora = f"{ACTOR}.lora.rank=16"
+        found = [activations(pipeline_config(student, 1, *keys), 1) for keys in ([auto], [auto, lora], [local, lora])]
+        assert found[0] < found[1] == found[2]
+
+    def test_step_with_16_bit_gradients_needs_float32_copies(self, config: Config) -> None:
+        small = {f"{ACTOR}.max_token_len": 3072, f"{MEGATRON}.use_distributed_optimizer": False}
+        in_float32 = parts(with_values(config, small), "actor")
+        reduced = {f"{MEGATRON}.override_ddp_config": {"grad_reduce_in_fp32": False}}
+        in_16_bits = parts(with_values(config, small | reduced), "actor")
+        n = estimate_run(config, "cuda", None).n_parameters
+        assert in_float32["optimizer step"] == 4 * n and in_16_bits["optimizer step"] == 8 * n
 
     def test_phases_of_the_hybrid_engine_have_context_and_graphs_of_the_engine(self, config: Config) -> None:
         shared = {"actor_rollout_ref.hybrid_engine": True, "trainer.scheduler": "sync"}

@@ -157,6 +157,9 @@ class TestValidation:
             (f"{MEGATRON}.override_transformer_config.moe_expert_capacity_factor=2.0", ()),
             (f"{MEGATRON}.override_transformer_config.moe_router_topk_limited_devices=1", ()),
             (f"{MEGATRON}.override_transformer_config.moe_apply_probs_on_input=true", ()),
+            (f"{MEGATRON}.override_transformer_config.cuda_graph_impl=local", ()),
+            (f"{MEGATRON}.override_transformer_config.enable_cuda_graph=true", ()),
+            (f"{MEGATRON}.override_transformer_config.num_microbatches_with_partial_activation_checkpoints=1", ()),
             (f"{MEGATRON}.override_transformer_config.moe_router_load_balancing_type=sinkhorn", ()),
             (f"{MEGATRON}.override_transformer_config.moe_router_load_balancing_type=[aux_loss,sinkhorn]", ()),
             ("trainer.resume_mode=resume_path", ("trainer.resume_from_path",)),
@@ -194,6 +197,14 @@ class TestValidation:
     ) -> None:
         found = rejected_keys(f"{MEGATRON}.{size}_parallel_size=2")
         assert found == [parallel_sizes(*group) for group in groups]
+
+    def test_float32_residual_stream_needs_stages_that_exchange_float32(self) -> None:
+        name = f"{MEGATRON}.override_transformer_config.fp32_residual_connection"
+        stages = (f"{MEGATRON}.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=2")
+        keys = (name, f"{MEGATRON}.pipeline_model_parallel_size", f"{MEGATRON}.dtype")
+        assert rejected_keys(*stages, f"{name}=true") == [keys]
+        base_config(f"{name}=true")
+        base_config(*stages, f"{name}=true", f"{MEGATRON}.dtype=float32")
 
     def test_validation_without_reward_and_teacher_is_rejected(self) -> None:
         found = rejected_keys("trainer={val_before_train: true, val_kl: false}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipe_gkd.config.hybrid_engine import hybrid_cuda_problems
+from recipe_gkd.config.weight_transport import cuda_problems
 from recipe_gkd.errors import ConfigError
 from tests._support.base_config import base_config
 from tests._support.errors import keys_of_parts, raises
@@ -31,6 +32,18 @@ class TestHybridEngine:
         with raises(ConfigError, keys=keys):
             base_config(*HYBRID, override, "trainer.device=cuda")
         assert not list(hybrid_cuda_problems(base_config(override)))
+
+    @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+    def test_memory_that_cuda_ipc_cannot_send_is_refused_on_one_gpu(self, name: str) -> None:
+        setting = "max_split_size_mb:64, expandable_segments:True"
+        [problem] = cuda_problems(base_config(*HYBRID), {name: setting})
+        assert f"{name}={setting}" in str(problem) and f"unset {name}" in str(problem)
+        of_workers = base_config(*HYBRID, f"ray_init.env_vars={{{name}: 'expandable_segments:True'}}")
+        [problem] = cuda_problems(of_workers, {})
+        assert problem.keys == ("actor_rollout_ref.hybrid_engine", f"ray_init.env_vars.{name}")
+        for config in (base_config(), base_config(*HYBRID, "trainer.n_gpus_per_node=2")):
+            assert not list(cuda_problems(config, {name: setting}))
+        assert not list(cuda_problems(base_config(*HYBRID), {name: "expandable_segments:False"}))
 
     def test_rollout_pool_is_that_of_the_actor(self) -> None:
         sizes = ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=3")

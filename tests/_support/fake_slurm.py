@@ -48,14 +48,19 @@ os._exit(75)
 '''
 
 
-def install(folder: Path, python: str) -> None:
-    """Write the stand-ins to ``folder``: ``bin`` for PATH, and ``python``."""
+def install(folder: Path, python: str, python_stub: str | None = None) -> None:
+    """Write the stand-ins to ``folder``: ``bin`` for PATH, and ``python``.
+
+    Args:
+        python: Interpreter of the stand-in for Python.
+        python_stub: Script that takes its place, without Ray.
+    """
     (folder / "bin").mkdir()
     (folder / "training.py").write_text(TRAINING)
     texts = {
         "bin/srun": SRUN,
         "bin/scontrol": SCONTROL,
-        "python": PYTHON.format(python=python, training=folder / "training.py"),
+        "python": python_stub or PYTHON.format(python=python, training=folder / "training.py"),
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
