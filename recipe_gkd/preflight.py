@@ -32,7 +32,7 @@ from recipe_gkd.config.teachers import names
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.data.weights import read_weights
-from recipe_gkd.errors import ConfigError
+from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.model_files import Student, check_tied_output_layer, check_weight_files, find_model, load_tokenizer
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
@@ -273,9 +273,26 @@ def read_prompts(config: Config, data_set: DataSet, student: Student, stop_token
     ends = check_stop_ids(config, student, stop_token_ids)
     with_references = trains_on_references(config.gkd)
     data = PromptData(data_set, config.data, student.tokenizer, with_references=with_references, stop_token_ids=ends)
+    _check_ids(data, student)
     if (column := weights_column(config.gkd)) is not None:
         data.set_weights(read_weights(data_set, data.rows, column))
     return data
+
+
+def _check_ids(data: PromptData, student: Student) -> None:
+    """Check that the student's output layer has all ids. A tokenizer may have more.
+
+    Raises:
+        DataError: A prompt or a reference response has another id.
+    """
+    for what, all_ids in (("prompt", data.ids), ("reference response", data.reference_ids)):
+        for row, ids in zip(data.rows, all_ids, strict=False):  # without reference responses the list is empty
+            if (largest := int(ids.max())) >= student.n_tokens:
+                raise DataError(
+                    f"{data.data_set[row].where}: the token ids of the {what} go up to {largest}, but the output layer "
+                    f"of the student {student.path} has the ids 0 to {student.n_tokens - 1}",
+                    remedy="remove the row, or use a student whose output layer covers its tokenizer",
+                )
 
 
 def read_teacher_prompts(
