@@ -36,7 +36,7 @@ from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.model_files import Student, check_tied_output_layer, check_weight_files, find_model, load_tokenizer
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
-from recipe_gkd.teachers.backends import TeacherBackend, score_now, scores_any_sequence
+from recipe_gkd.teachers.backends import TeacherBackend, hello_now, score_now, scores_any_sequence
 from recipe_gkd.teachers.prompts import make_teacher_prompts
 from recipe_gkd.teachers.recorded.layout import PATH_KEY
 from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
@@ -47,9 +47,6 @@ from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.records import TeacherInfo, TeacherSequence
 
 log = logging.getLogger(__name__)
-
-HELLO_TIMEOUT_S = 10.0
-"""Deadline of a teacher's first reply. A running teacher replies within milliseconds, even under load."""
 
 
 def read_student(config: Config) -> Student:
@@ -237,7 +234,7 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
         ConfigError: The teacher does not fit the student or the configuration.
         TeacherError: The teacher cannot be reached, or refuses a request.
     """
-    info = client.hello(timeout_s=HELLO_TIMEOUT_S)
+    info = hello_now(client, config)
     label = f"teacher {name} ({info.model_name})"
     if n_ids := check_vocabulary(label, info, student, config.actor_rollout_ref.teacher.vocabulary):
         client.restrict_ids(n_ids)
@@ -315,7 +312,7 @@ def check_teacher_prompts(clients: Mapping[str, TeacherBackend], longest: Mappin
         TeacherError: A teacher cannot be reached.
     """
     for name, n_prompt in longest.items():
-        info = clients[name].hello(timeout_s=HELLO_TIMEOUT_S)
+        info = hello_now(clients[name], config)
         n_response = max_scored_tokens(config)
         log.info("teacher %s: own prompts of up to %d tokens, scores up to %d", name, n_prompt, info.max_model_len)
         if n_prompt + n_response > info.max_model_len:

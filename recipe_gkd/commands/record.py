@@ -35,6 +35,7 @@ from recipe_gkd.errors import ConfigError
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import check_teachers, read_prompts, read_student, read_teacher_prompts
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
+from recipe_gkd.teachers.backends import hello_now
 from recipe_gkd.teachers.cache.setup import open_caches
 from recipe_gkd.teachers.recorded.layout import RecordingSource
 from recipe_gkd.teachers.recorded.writer import RecordingWriter
@@ -142,7 +143,7 @@ def record(config: Config, folder: Path, dtype: str, rows_per_file: int) -> None
         [client] = teachers.clients.values()
         data = read_prompts(config, data_set, student, stop_token_ids)
         read_teacher_prompts(config, data, routes, teachers.clients, student)
-        writer = RecordingWriter(folder, _source(config, student, client.hello(timeout_s=10.0), data, dtype))
+        writer = RecordingWriter(folder, _source(config, student, hello_now(client, config), data, dtype))
         if writer.n_done:
             print(f"{folder}: {writer.n_done} of {len(data)} responses are recorded already")
         asyncio.run(_write_all(config, data, teachers, writer, rows_per_file))
