@@ -33,11 +33,11 @@ from recipe_gkd.config.teachers import names
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import DataSet
 from recipe_gkd.data.weights import read_weights
-from recipe_gkd.errors import ConfigError
+from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.model_files import Student, check_tied_output_layer, check_weight_files, find_model, load_tokenizer
 from recipe_gkd.rollout.limits import check_engine_fits
 from recipe_gkd.rollout.sampling import stop_token_ids
-from recipe_gkd.teachers.backends import TeacherBackend, score_now, scores_any_sequence
+from recipe_gkd.teachers.backends import TeacherBackend, hello_now, score_now, scores_any_sequence
 from recipe_gkd.teachers.prompts import make_teacher_prompts
 from recipe_gkd.teachers.recorded.layout import PATH_KEY
 from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
@@ -48,9 +48,6 @@ from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.records import TeacherInfo, TeacherSequence
 
 log = logging.getLogger(__name__)
-
-HELLO_TIMEOUT_S = 10.0
-"""Deadline of a teacher's first reply. A running teacher replies within milliseconds, even under load."""
 
 
 def read_student(config: Config) -> Student:
@@ -239,7 +236,7 @@ def check_teacher(name: str, client: TeacherBackend, student: Student, config: C
         ConfigError: The teacher does not fit the student or the configuration.
         TeacherError: The teacher cannot be reached, or refuses a request.
     """
-    info = client.hello(timeout_s=HELLO_TIMEOUT_S)
+    info = hello_now(client, config)
     label = f"teacher {name} ({info.model_name})"
     if n_ids := check_vocabulary(label, info, student, config.actor_rollout_ref.teacher.vocabulary):
         client.restrict_ids(n_ids)
@@ -275,9 +272,26 @@ def read_prompts(config: Config, data_set: DataSet, student: Student, stop_token
     ends = check_stop_ids(config, student, stop_token_ids)
     with_references = trains_on_references(config.gkd)
     data = PromptData(data_set, config.data, student.tokenizer, with_references=with_references, stop_token_ids=ends)
+    _check_ids(data, student)
     if (column := weights_column(config.gkd)) is not None:
         data.set_weights(read_weights(data_set, data.rows, column))
     return data
+
+
+def _check_ids(data: PromptData, student: Student) -> None:
+    """Check that the student's output layer has all ids. A tokenizer may have more.
+
+    Raises:
+        DataError: A prompt or a reference response has another id.
+    """
+    for what, all_ids in (("prompt", data.ids), ("reference response", data.reference_ids)):
+        for row, ids in zip(data.rows, all_ids, strict=False):  # without reference responses the list is empty
+            if (largest := int(ids.max())) >= student.n_tokens:
+                raise DataError(
+                    f"{data.data_set[row].where}: the token ids of the {what} go up to {largest}, but the output layer "
+                    f"of the student {student.path} has the ids 0 to {student.n_tokens - 1}",
+                    remedy="remove the row, or use a student whose output layer covers its tokenizer",
+                )
 
 
 def read_teacher_prompts(
@@ -300,7 +314,7 @@ def check_teacher_prompts(clients: Mapping[str, TeacherBackend], longest: Mappin
         TeacherError: A teacher cannot be reached.
     """
     for name, n_prompt in longest.items():
-        info = clients[name].hello(timeout_s=HELLO_TIMEOUT_S)
+        info = hello_now(clients[name], config)
         n_response = max_scored_tokens(config)
         log.info("teacher %s: own prompts of up to %d tokens, scores up to %d", name, n_prompt, info.max_model_len)
         if n_prompt + n_response > info.max_model_len:

@@ -32,8 +32,10 @@ from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Sample
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError
+from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import check_teachers, read_prompts, read_student, read_teacher_prompts
 from recipe_gkd.runtime.tasks import FirstErrorTaskGroup
+from recipe_gkd.teachers.backends import hello_now
 from recipe_gkd.teachers.cache.setup import open_caches
 from recipe_gkd.teachers.recorded.layout import RecordingSource
 from recipe_gkd.teachers.recorded.writer import RecordingWriter
@@ -141,7 +143,7 @@ def record(config: Config, folder: Path, dtype: str, rows_per_file: int) -> None
         [client] = teachers.clients.values()
         data = read_prompts(config, data_set, student, stop_token_ids)
         read_teacher_prompts(config, data, routes, teachers.clients, student)
-        writer = RecordingWriter(folder, _source(config, client.hello(timeout_s=10.0), data, dtype))
+        writer = RecordingWriter(folder, _source(config, student, hello_now(client, config), data, dtype))
         if writer.n_done:
             print(f"{folder}: {writer.n_done} of {len(data)} responses are recorded already")
         asyncio.run(_write_all(config, data, teachers, writer, rows_per_file))
@@ -184,16 +186,18 @@ async def _score(data: PromptData, teachers: Teachers, start: int) -> list[Sampl
     return await teachers.score([(prompt, data.reference_response(prompt, 0)) for prompt in prompts], 0)
 
 
-def _source(config: Config, info: TeacherInfo, data: PromptData, dtype: str) -> RecordingSource:
-    teacher = config.actor_rollout_ref.teacher
+def _source(config: Config, student: Student, info: TeacherInfo, data: PromptData, dtype: str) -> RecordingSource:
+    teacher, n_tokens, fingerprint = config.actor_rollout_ref.teacher, info.n_tokens, info.tokenizer_fingerprint
+    if fingerprint != student.fingerprint:  # its distributions are restricted to the student's ids
+        n_tokens, fingerprint = student.n_tokens, student.fingerprint
     return RecordingSource(
         model_name=info.model_name,
         engine=info.engine,
         vocab_size=info.vocab_size,
-        n_tokens=info.n_tokens,
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        n_tokens=n_tokens,
+        tokenizer_fingerprint=fingerprint,
         max_model_len=info.max_model_len,
-        eos_token_ids=tuple(info.eos_token_ids),
+        eos_token_ids=tuple(token for token in info.eos_token_ids if token < n_tokens),
         temperature=config.gkd.distill_temperature,
         top_k=teacher.top_k or info.n_logprobs,
         dtype="float16" if dtype == "float16" else "float32",

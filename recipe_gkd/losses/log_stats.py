@@ -94,9 +94,7 @@ class ShardQuery:
         """Return the query in a shard of ``width`` columns."""
         first_column = 0 if tp_group is None else tp_group.rank() * width
         sampled_T1 = query.sampled_T[:, None]
-        columns_T1, is_local_T1 = local_columns(
-            sampled_T1, torch.ones_like(sampled_T1, dtype=torch.bool), first_column, width
-        )
+        columns_T1, is_local_T1 = local_columns(sampled_T1, sampled_T1 < query.vocab_size, first_column, width)
         return cls(
             softmaxes=softmax_specs(query, first_column, width),
             sampled_columns_T1=columns_T1,

@@ -19,7 +19,8 @@ class LogitsQuery:
         ids_TK: Support, global token ids, int64. Each id has its own bucket. Valid ids of one row are distinct.
         valid_TK: True for the entries of ``ids_TK`` that exist, bool. A valid id is in [0, vocab_size). All other ids
             of the vocabulary form the tail.
-        sampled_T: Sampled token, int64, inside or outside the support.
+        sampled_T: Sampled token, int64, inside or outside the support. An id of the padding has probability 0
+            and no gradient.
         vocab_size: Number of real ids. Columns from here on are padding and have probability 0.
         temperature: Temperature of the buckets. The sampled token and the entropy are at temperature 1.
         entropy_has_gradient: True if a loss differentiates ``StudentLogStats.entropy_T``.

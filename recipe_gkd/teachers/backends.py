@@ -30,6 +30,10 @@ from teacher.records import ScoredSequence, TeacherInfo, TeacherSequence
 
 R = TypeVar("R")
 
+HELLO_TIMEOUT_S = 10.0
+"""Deadline of a teacher's first reply. A running service replies within milliseconds, even under load."""
+HTTP_HELLO_TIMEOUT_S = 60.0
+"""Deadline of the verification of a server over HTTP, as `teacher.client.http.servers.VERIFY_TIMEOUT_S`."""
 RESULT_MARGIN_S = 5.0
 """Time after a request's deadline in which a backend must complete its future."""
 
@@ -91,6 +95,18 @@ class TeacherBackend(Protocol):
     def close(self) -> None:
         """Fail the open requests and free all resources."""
         ...
+
+
+def hello_now(client: TeacherBackend, config: Config) -> TeacherInfo:
+    """Return the model and limits of a teacher before the training.
+
+    A server over HTTP is verified first, for which it scores a sequence after the requests that it has.
+
+    Raises:
+        TeacherError: The teacher is not available within `HELLO_TIMEOUT_S`, or `HTTP_HELLO_TIMEOUT_S`.
+    """
+    is_http = config.actor_rollout_ref.teacher.backend == "http"
+    return client.hello(timeout_s=HTTP_HELLO_TIMEOUT_S if is_http else HELLO_TIMEOUT_S)
 
 
 def scores_any_sequence(client: TeacherBackend) -> bool:

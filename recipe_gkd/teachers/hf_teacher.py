@@ -42,7 +42,7 @@ MAX_LOGITS_BYTES = 1 << 30
 """Maximum memory for logits and their log-probabilities at the same time."""
 CLOSE_TIMEOUT_S = 30.0
 _MODEL_KEY = key_name(lambda config: config.actor_rollout_ref.teacher.model_path)
-_BYTES_PER_LOGIT = 12  # logits in the model's dtype, then float32 logits and log-probabilities
+_BYTES_PER_LOGIT = 12  # float32 logits and log-probabilities, and logits before a scale or cap
 
 
 @dataclass(eq=False)

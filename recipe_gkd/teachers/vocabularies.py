@@ -115,9 +115,12 @@ def _difference(
             ids=_ids(others),
             remedy="give both the same added tokens",
         )
+    recorded = (
+        "" if info.last_tokens else f"; a recording must be made with this student and {TEACHER}.vocabulary=compatible"
+    )
     return VocabularyMismatch(
         f"{found}. An id must be the same token in both",
-        remedy="choose a teacher and a student of one model family, with their original tokenizer files",
+        remedy=f"choose a teacher and a student of one model family, with their original tokenizer files{recorded}",
     )
 
 

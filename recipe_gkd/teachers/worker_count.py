@@ -8,10 +8,8 @@ from dataclasses import replace
 
 from recipe_gkd.config import Config
 from recipe_gkd.config.keys import TEACHER
-from recipe_gkd.teachers.backends import TeacherBackend
+from recipe_gkd.teachers.backends import TeacherBackend, hello_now
 from recipe_gkd.teachers.scoring.clients import RemoteBackend
-
-HELLO_TIMEOUT_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +21,12 @@ def with_worker_count(config: Config, clients: Mapping[str, TeacherBackend]) -> 
     is kept, and a warning is logged if the services have another one.
 
     Raises:
-        TeacherError: A service cannot be reached, or has no worker within `HELLO_TIMEOUT_S`.
+        TeacherError: A service cannot be reached, or has no worker in time; see `hello_now`.
     """
     settings = config.actor_rollout_ref
     configured = settings.teacher.n_server_workers
     services = {client.address: client for client in clients.values() if isinstance(client, RemoteBackend)}
-    counts = {address: client.hello(timeout_s=HELLO_TIMEOUT_S).n_workers for address, client in services.items()}
+    counts = {address: hello_now(client, config).n_workers for address, client in services.items()}
     found = sum(counts.values())
     if counts:
         listed = ", ".join(f"{n} at {address}" for address, n in counts.items())

@@ -66,7 +66,12 @@ async def _serve(args: argparse.Namespace, key: str) -> None:
     options = dict(timeout_s=args.timeout_s, auth_dir=args.auth_dir)
     async with AsyncTeacherClient(args.server_ip, args.port, **options) as client:
         gateway = Gateway(client, timeout_s=args.timeout_s, api_key=key)
-        runner = web.AppRunner(gateway.application(), access_log=None, shutdown_timeout=_DRAIN_TIMEOUT_S)
+        runner = web.AppRunner(
+            gateway.application(),
+            access_log=None,
+            shutdown_timeout=_DRAIN_TIMEOUT_S,
+            handler_cancellation=True,  # cancels the request to the service if its HTTP client has gone
+        )
         await runner.setup()
         try:
             await _listen(runner, args.bind, args.http_port)

@@ -16,7 +16,7 @@ from teacher.errors import TeacherError, TeacherSetupError
 from teacher.launcher.options import JOIN_OPTIONS, SERVE_OPTIONS, STOP_OPTIONS, Option, help_of, parse_options
 from teacher.launcher.pid_files import HOST, read_pid_files
 from teacher.launcher.processes import Processes, seconds_since_start
-from teacher.launcher.run_dir import STOP_SCRIPT, prepare_run_dir
+from teacher.launcher.run_dir import STOP_SCRIPT, prepared_run_dir
 from teacher.launcher.settings import check_port_is_free, check_settings, connect_address, require
 from teacher.launcher.stop_requests import SIGNALS, Interrupted, StopRequests
 from teacher.launcher.stopping import stop_processes
@@ -91,10 +91,10 @@ def serve(args: Namespace) -> int:
     # Workers of this machine and the final check connect to the interface of the proxy.
     ip = connect_address(args.bind)
     _check_ports(args, ip)
-    run_dir = prepare_run_dir(_run_dir(args, f"teacher-{HOST}-{args.proxy_frontend_port}"), args.report)
+    folder = _run_dir(args, f"teacher-{HOST}-{args.proxy_frontend_port}")
     service = ["--server-ip", ip, "--port", str(args.proxy_frontend_port)]
     service += ["--auth-dir", args.auth_dir] if args.auth_dir else []
-    with Processes(args, run_dir) as processes:
+    with prepared_run_dir(folder, args.report) as run_dir, Processes(args, run_dir) as processes:
         # The proxy first: it fails at once if its ports, keys or interface cannot be used.
         processes.launch("proxy", _proxy_command(args))
         processes.await_ready()
@@ -115,8 +115,7 @@ def join(args: Namespace) -> int:
     """Start workers for the proxy of a running service, and return once it has accepted them all."""
     gpus = check_settings(args)
     default = f"teacher-join-{HOST}-{args.server_ip}-{args.proxy_backend_port}"
-    run_dir = prepare_run_dir(_run_dir(args, default), args.report)
-    with Processes(args, run_dir) as processes:
+    with prepared_run_dir(_run_dir(args, default), args.report) as run_dir, Processes(args, run_dir) as processes:
         processes.launch_workers(args.server_ip, gpus)
         processes.await_ready()
     address = f"{args.server_ip}:{args.proxy_backend_port}"

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import stat
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from teacher.errors import TeacherSetupError
 from teacher.launcher.pid_files import read_pid_files
 
 STOP_SCRIPT = Path(__file__).parents[1] / "stop_server.sh"
+_LOCK = ".start.lock"
 
 
-def prepare_run_dir(folder: Path, report: Callable[[str], None]) -> Path:
-    """Create the run folder, remove files of ended processes, and return the absolute path.
+@contextmanager
+def prepared_run_dir(folder: Path, report: Callable[[str], None]) -> Iterator[Path]:
+    """Create the run folder, remove files of ended processes, and yield the absolute path. No other start may use it.
 
     Args:
         folder: The run folder.
         report: Function that writes a line to stderr.
 
     Raises:
-        TeacherSetupError: The folder cannot be created or written, others may write it, its processes run, or it has
-            pid files of other hosts.
+        TeacherSetupError: The folder cannot be created or written, others may write it, its processes run, another
+            start uses it, or it has pid files of other hosts.
     """
     mask = os.umask(0)
     os.umask(mask | stat.S_IWOTH)
@@ -38,6 +41,27 @@ def prepare_run_dir(folder: Path, report: Callable[[str], None]) -> Path:
         os.umask(mask)
     folder = Path(os.path.abspath(folder))
     _check_owner(folder)
+    with _locked(folder, report):
+        _remove_old_files(folder, report)
+        yield folder
+
+
+@contextmanager
+def _locked(folder: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of the folder. The processes of the service do not inherit it."""
+    with open(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"another start in RUN_DIR={folder} has not ended"
+            raise _refused(folder, what, "wait for its end, or set another RUN_DIR") from None
+        except OSError as error:
+            report(f"{folder} cannot be locked ({error.strerror}), so start nothing else in it at the same time")
+        yield
+
+
+def _remove_old_files(folder: Path, report: Callable[[str], None]) -> None:
+    """Remove the files of ended processes. Refuse a folder with live or unknown processes."""
     ours, foreign = read_pid_files(folder)
     for file in foreign:
         report(f"left alone: {file.path}: {file.foreign}")
@@ -49,7 +73,6 @@ def prepare_run_dir(folder: Path, report: Callable[[str], None]) -> Path:
         raise _refused(folder, f"the processes in {folder} are running already", remedy)
     for path in (*folder.glob("*.pid"), *folder.glob("*.ready")):
         path.unlink()
-    return folder
 
 
 def _check_owner(folder: Path) -> None:

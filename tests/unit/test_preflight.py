@@ -13,11 +13,13 @@ import pytest
 
 from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.config import Config
-from recipe_gkd.errors import ConfigError, ModelError
+from recipe_gkd.data.rows import read_data_set
+from recipe_gkd.errors import ConfigError, DataError, ModelError
 from recipe_gkd.model_files import Student, find_model
 from recipe_gkd.preflight import (
     check_stop_ids,
     check_teachers,
+    read_prompts,
     read_student,
 )
 from recipe_gkd.run import _stop_ids
@@ -214,6 +216,23 @@ class TestCheckStopIds:
         config = make_config("gkd.sft_share=1")
         assert check_stop_ids(config, make_student(tmp_path, eos=eos), ()) == stop_ids
         assert not caplog.records
+
+
+class TestReadPrompts:
+    @pytest.mark.parametrize("column", ["prompt", "answer"])
+    def test_row_with_ids_beyond_the_output_layer_is_refused(self, tmp_path: Path, column: str) -> None:
+        """A tokenizer may have more ids than the output layer has rows."""
+        file, row = tmp_path / "data.jsonl", {"prompt": "1+1", "answer": "1"}
+        largest = max(STUDENT.tokenizer("1+")["input_ids"])
+        further = max("0123456789+= ", key=lambda character: STUDENT.tokenizer(character)["input_ids"][-1])
+        assert STUDENT.tokenizer(further)["input_ids"][-1] > largest
+        file.write_text("".join(json.dumps(each) + "\n" for each in (row, row | {column: further})))
+        config = make_config("gkd.sft_share=1", "data.response_key=answer", f"data.train_files={file}")
+        student = replace(STUDENT, n_tokens=largest + 1)
+        data_set = read_data_set(config.data.train_files, config.data, "the data")
+        assert len(read_prompts(config, data_set.take([0]), student, ())) == 1
+        with pytest.raises(DataError, match=r"row 1 of the data .* go up to"):
+            read_prompts(config, data_set, student, ())
 
 
 class TestReadStudent:

@@ -9,12 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from recipe_gkd.config import Config
-from recipe_gkd.teachers.backends import TeacherBackend, score_now
+from recipe_gkd.teachers.backends import TeacherBackend, hello_now, score_now
 from recipe_gkd.teachers.cache.scores import CacheSettings, ScoreCache
 from teacher.common.probe import probe_sequence
 from teacher.common.sizes import GIB
-
-_HELLO_TIMEOUT_S = 10.0
 
 
 def open_caches(config: Config, clients: Mapping[str, TeacherBackend]) -> dict[str, CacheSettings]:
@@ -35,7 +33,7 @@ def open_caches(config: Config, clients: Mapping[str, TeacherBackend]) -> dict[s
         return {}
     caches = {}
     for name, client in clients.items():
-        info = client.hello(timeout_s=_HELLO_TIMEOUT_S)
+        info = hello_now(client, config)
         n_ids = int(getattr(client, "n_ids", 0))  # some backends cannot exclude ids
         probe = probe_sequence(n_ids or info.n_tokens, info.max_model_len)
         [scored] = score_now(name, client, [probe], config)

@@ -57,8 +57,9 @@ class RecordingSource:
         model_name: Name of the teacher.
         engine: Engine that computed the scores.
         vocab_size: Rows of the teacher's output layer.
-        n_tokens: Number of ids of its tokenizer.
-        tokenizer_fingerprint: Fingerprint of its tokenizer.
+        n_tokens: Number of ids that its distributions have.
+        tokenizer_fingerprint: Fingerprint of the tokenizer of these ids: with ``teacher.vocabulary=compatible`` the
+            student's, else the teacher's.
         max_model_len: Longest sequence that it scores.
         eos_token_ids: Ids at which it ends a turn.
         temperature: Divisor of its logits.

@@ -97,7 +97,7 @@ class RecordedTeacher:
             raise TeacherSetupError(
                 f"the recording of {self._source.model_name} has tokens from the id {n_ids} on in its distributions",
                 options=(PATH_KEY,),
-                remedy="record with the student's configuration and vocabulary=compatible",
+                remedy=f"record again with this student and {TEACHER}.vocabulary=compatible",
             )
 
     def close(self) -> None:

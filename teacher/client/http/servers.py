@@ -5,14 +5,16 @@ States of a server and their transitions::
     state       | transition
     ------------|---------------------------------------------------------------------------------------------
     unverified  | at the start. A request verifies the server first -> ready
-    ready       | gets requests -> paused if it is full; unverified if a connection is lost, or after MAX_IDLE_S
+    ready       | gets requests -> paused if one fails; unverified if a connection is lost, or after MAX_IDLE_S
                 | without a response, in which another server may have started at the address
-    paused      | gets no request until a time: Retry-After, or 0.25 s, doubled with each failure to at most 10 s
+    paused      | gets no request for 0.25 s, doubled with each pause in a row to at most 10 s -> ready or unverified
+                | at its end, or at the next response of a request that was open
 
 =============================================  ====================================================================
 outcome of a request                           reaction
 =============================================  ====================================================================
-connection lost, 429, 502, 503, 504            repeated until the deadline, at another server if there is one
+429, 503: the server is full                   repeated until the deadline, at another server or after a wait
+connection lost, 502, 504                      repeated until the deadline, at another server if there is one
 no response until the deadline                 `TeacherTimeout`; the server is verified before its next request
 500                                            repeated, then `TeacherRequestError` at the `MAX_FAULTS`-th time
 truncated or invalid JSON                      repeated, then `TeacherUnavailable` at the `MAX_FAULTS`-th time
@@ -27,8 +29,10 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -96,11 +100,47 @@ class Server:
     n_open: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def pause(self, pause_s: float | None = None) -> None:
-        """Send no request for a time: ``pause_s``, or longer after each failure."""
-        self.n_failures += 1
-        default_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.n_failures - 1, 16))
-        self.paused_until = time.monotonic() + (default_s if pause_s is None else pause_s)
+    def pause(self) -> None:
+        """Send no request for a time, which is longer after each pause without a result in between.
+
+        Failures during a pause are of requests that were open before it, and do not prolong it.
+        """
+        now = time.monotonic()
+        if self.paused_until <= now:
+            self.n_failures += 1
+            self.paused_until = now + _back_off_s(self.n_failures)
+
+    def resume(self) -> None:
+        """End the pause after a result."""
+        self.n_failures, self.paused_until = 0, 0.0
+
+
+def _back_off_s(n_failures: int) -> float:
+    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(n_failures - 1, 16))
+
+
+class Refusals:
+    """Servers that have refused one request, which may accept others.
+
+    Attributes:
+        until: Time of each server until which the request does not go to it.
+    """
+
+    def __init__(self) -> None:
+        self.until: dict[Server, float] = {}
+        self._n_refusals = 0
+
+    def add(self, server: Server, pause_s: float | None = None) -> None:
+        """Record a refusal.
+
+        The time has a random part, so that requests that were refused together are not repeated together.
+
+        Args:
+            pause_s: Time that the server asks for, in seconds. None: longer after each refusal.
+        """
+        self._n_refusals += 1
+        wait_s = _back_off_s(self._n_refusals) if pause_s is None else max(pause_s, FIRST_PAUSE_S)
+        self.until[server] = time.monotonic() + wait_s * random.uniform(1.0, 1.5)
 
 
 class ConnectionLost(Exception):
@@ -131,6 +171,7 @@ class Servers:
     def __init__(self, session: aiohttp.ClientSession, endpoints: list[Endpoint], per_server: int) -> None:
         self._session = session
         self.all = [Server(endpoint) for endpoint in endpoints]
+        self._per_server, self._released = per_server, asyncio.Event()
         self._free = asyncio.Semaphore(per_server * len(endpoints))
 
     async def run(
@@ -151,20 +192,22 @@ class Servers:
         Raises:
             TeacherError: See the module.
         """
-        faults, last, server = 0, "", None
+        faults, last, refusals = 0, "", Refusals()
+        server: Server | None = None
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())), self._free:
                 while True:
-                    server = await self._next()
+                    server = None
+                    server = await self._next(refusals)
                     server.n_open += 1
                     try:
                         await ensure_verified(server, verify)
                         result = await send(server)
-                        server.n_failures = 0
+                        server.resume()
                         return result
                     except ServerFull as full:
                         last = f"{server.endpoint.url}: {full}"
-                        server.pause(full.pause_s)
+                        refusals.add(server, full.pause_s)
                     except ConnectionLost as lost:
                         last = f"{server.endpoint.url}: {lost}"
                         if server.is_verified or not server.n_failures:
@@ -178,8 +221,10 @@ class Servers:
                         if faults >= MAX_FAULTS:
                             raise _as_error(fault, server) from fault
                         server.pause()
+                        refusals.add(server)
                     finally:
                         server.n_open -= 1
+                        self._released.set()
         except TimeoutError:
             error = self._late(last, timeout_s)
             if server is not None:  # it may hang
@@ -187,13 +232,21 @@ class Servers:
                 server.pause()
             raise error from None
 
-    async def _next(self) -> Server:
-        """Return the server with the fewest open requests. If all are paused, wait for the first."""
+    async def _next(self, refusals: Refusals) -> Server:
+        """Return the server with the fewest open requests. If none may get this request now, wait for the first."""
         while True:
             now = time.monotonic()
-            if ready := [server for server in self.all if server.paused_until <= now]:
+            starts = {
+                server: max(server.paused_until, refusals.until.get(server, 0.0))
+                for server in self.all
+                if server.n_open < self._per_server
+            }
+            if ready := [server for server, start in starts.items() if start <= now]:
                 return min(ready, key=lambda server: server.n_open)
-            await asyncio.sleep(min(server.paused_until for server in self.all) - now)
+            self._released.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(starts.values()) - now if starts else None):
+                    await self._released.wait()
 
     def _late(self, last: str, timeout_s: float) -> TeacherError:
         urls = ", ".join(server.endpoint.url for server in self.all)

@@ -109,6 +109,26 @@ def test_pid_file_names_process_boot_and_host(interpreter: Path, tmp_path: Path)
     assert processes_of(tmp_path) == [] and not list(run_dir.glob("*.pid"))
 
 
+def test_second_start_at_the_same_time_is_refused(interpreter: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    environment = environment_of(interpreter, run_dir) | {"HANG": "proxy"}
+    first = subprocess.Popen([str(REPO / "teacher" / "start_server.sh")], env=environment, start_new_session=True)
+    try:
+        wait_until((run_dir / "proxy.pid").exists)
+        recorded = (run_dir / "proxy.pid").read_text()
+        for script in ("start_server.sh", "join_server.sh"):
+            refused = run(script, interpreter, run_dir)
+            assert refused.returncode == 1 and f"another start in RUN_DIR={run_dir} has not ended" in refused.stderr
+        assert (run_dir / "proxy.pid").read_text() == recorded
+        first.terminate()
+        assert first.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM and processes_of(tmp_path) == []
+        assert run("start_server.sh", interpreter, run_dir).returncode == 0
+    finally:
+        first.kill()
+        first.wait(timeout=PATIENCE_S)
+        run("stop_server.sh", interpreter, run_dir)
+
+
 def test_start_with_openai_port_starts_gateway_that_stop_ends(interpreter: Path, tmp_path: Path) -> None:
     run_dir, port = tmp_path / "run", str(free_port())
     started = run("start_server.sh", interpreter, run_dir, OPENAI_PORT=port)
@@ -232,7 +252,7 @@ def test_start_full_disk_leaves_no_process(full_at: str, interpreter: Path, tmp_
     )
     assert failed.returncode == 1
     assert f"cannot write {run_dir}/" in failed.stderr and "is the disk full?" in failed.stderr
-    assert not list(run_dir.glob("*.pid")) and not list(run_dir.glob(".*"))
+    assert not list(run_dir.glob("*.pid")) and not list(run_dir.glob(".*.part"))
     wait_until(lambda: processes_of(tmp_path) == [])  # a child of a killed process can take a moment to end
 
 

@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe_gkd import preflight
 from recipe_gkd.__main__ import main
 from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.commands.doctor import live_checks, machine_checks, versions
 from recipe_gkd.commands.gpu_smoke.machine import versions as installed_versions
 from recipe_gkd.memory_budget.actor_states import read_actor_memory
+from recipe_gkd.teachers import backends
 from teacher.common import machine_checks as shared_checks
 from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
 from tests._support.base_config import base_config
@@ -168,7 +168,7 @@ class TestDoctor:
         self, keys: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "file").write_text("")
-        monkeypatch.setattr(preflight, "HELLO_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(backends, "HELLO_TIMEOUT_S", 0.3)
         monkeypatch.setattr(versions, "versions", lambda: installed_versions() | {"transformers": "4.40.0"})
         with socket.create_server(("127.0.0.1", 0)) as closed:
             port = closed.getsockname()[1]
@@ -220,7 +220,7 @@ class TestDoctor:
     def test_port_of_another_program_is_not_mistaken_for_a_teacher(
         self, keys: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(preflight, "HELLO_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(backends, "HELLO_TIMEOUT_S", 0.3)
         with socket.create_server(("127.0.0.1", 0)) as server:
             _, found = run(capsys, keys | {f"{TEACHER}.server_port": server.getsockname()[1]})
         assert_problem(found, "teacher default", "another program uses the port", f"correct {TEACHER}.server_port")

@@ -67,6 +67,19 @@ class TestComputeLogStats:
                 for name in ("log_mass_TB", "sampled_logp_T", "entropy_T"):
                     assert torch.equal(getattr(whole, name), getattr(chunked, name)), name
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_sampled_id_of_the_padding_has_no_probability_and_no_gradient(self, dtype: torch.dtype) -> None:
+        case = cached_case(5, 1.0)
+        query = make_query(case, 1.0)
+        gradients = []
+        for sampled_T in (query.sampled_T, torch.full_like(query.sampled_T, COLUMNS - 1)):
+            leaf = case.logits_TW.to(dtype, copy=True).requires_grad_()
+            stats = compute_log_stats(leaf, replace(query, sampled_T=sampled_T))
+            stats.log_mass_TB.log_softmax(1)[:, 0].sum().backward()
+            gradients.append(leaf.grad)
+        assert COLUMNS > VOCABULARY and torch.isneginf(stats.sampled_logp_T).all()
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
     @pytest.mark.parametrize("temperature", [1.0, 2.0])
     def test_entropy_gradient_alone_equals_dense_float64(self, temperature: float) -> None:
         case = cached_case(5, temperature)

@@ -1,7 +1,8 @@
-"""Process of the gateway: its end with the proxy, and with a request in flight."""
+"""Process of the gateway: its end with the proxy, and with a request in flight; requests of clients that have gone."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from teacher import TeacherClient
 from teacher.launcher.pid_files import write_pid_file
 from tests._support.fake_worker import FakeEngine, running_worker
 from tests._support.ports import free_port
@@ -74,3 +76,17 @@ def test_gateway_with_request_in_flight_ends_before_a_launcher_kills_it(start: S
         assert gateway.wait(timeout=STOP_TIMEOUT_S) == 0
         client.join(timeout=PATIENCE_S)
         assert not client.is_alive()
+
+
+def test_request_of_client_that_has_gone_is_canceled_at_the_service(start: Start) -> None:
+    port, engine = free_port(), FakeEngine()
+    engine.gate.clear()
+    body = json.dumps({"prompt": [1, 2], "prompt_logprobs": 1}).encode()
+    with running_proxy() as proxy, running_worker(proxy.backend_port, engine):
+        start("--port", str(proxy.frontend_port), "--http-port", str(port))
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        connection.request("POST", "/v1/completions", body)
+        assert engine.added.acquire(timeout=PATIENCE_S)
+        connection.close()
+        with TeacherClient(server_port=proxy.frontend_port) as client:
+            wait_until(lambda: client.status().totals.canceled == 1)

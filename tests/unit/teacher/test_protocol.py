@@ -530,3 +530,9 @@ def test_page_has_the_table_of_messages() -> None:
     printed = subprocess.run([sys.executable, "-m", "teacher.wire"], capture_output=True, text=True, check=True)
     assert printed.stdout.count("\n") == len(MESSAGES) + 2
     assert printed.stdout in (REPO / "docs/teacher_service.md").read_text(encoding="utf-8")
+
+
+def test_page_has_the_frame_limits() -> None:
+    text = " ".join((REPO / "docs/teacher_service.md").read_text().split())
+    client, worker = LIMITS.request_frame_bytes >> 20, LIMITS.reply_frame_bytes >> 30
+    assert f"single frame is too large ({client} MiB for a client, {worker} GiB for a worker)" in text

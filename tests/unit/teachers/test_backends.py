@@ -23,11 +23,13 @@ from recipe_gkd.errors import ConfigError, VocabularyMismatch
 from recipe_gkd.model_files import Student
 from recipe_gkd.preflight import check_teacher
 from recipe_gkd.teachers import backends
+from recipe_gkd.teachers.backends import hello_now
 from recipe_gkd.teachers.hf_teacher import HfTeacher
 from recipe_gkd.teachers.router import open_teachers
 from recipe_gkd.teachers.routes import Routes
 from recipe_gkd.teachers.scoring.checks import check_scores
-from teacher.client.http import Endpoint, HttpTeacherClient
+from teacher.client.http import Endpoint, HttpClientSpec, HttpTeacherClient
+from teacher.client.http.servers import VERIFY_TIMEOUT_S
 from teacher.common.fingerprint import tokenizer_fingerprint
 from teacher.common.position_limit import NO_LIMIT
 from teacher.errors import (
@@ -42,6 +44,7 @@ from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 from tests._support.fake_teachers import pair
+from tests._support.http_servers import TableTokenizer, table_server
 from tests._support.teacher_service import MAX_MODEL_LEN, VOCAB_SIZE
 
 KEY = "actor_rollout_ref.teacher"
@@ -156,6 +159,20 @@ class TestConfig:
 @pytest.fixture(scope="module")
 def model(tiny_qwen2: Path) -> Any:
     return Qwen2ForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32).eval()
+
+
+class TestHelloNow:
+    def test_busy_http_server_has_time_for_its_probe(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("teacher.common.tokenizer.load_tokenizer", lambda *_: TableTokenizer())
+        monkeypatch.setattr(backends, "HELLO_TIMEOUT_S", 0.1)
+        with table_server() as server:
+            server.delay_s = 0.5
+            client = HttpClientSpec((Endpoint(server.url),), "/nowhere", top_k=4).open()
+            try:
+                info = hello_now(client, configured("backend=http", f"url={server.url}"))
+            finally:
+                client.close()
+        assert info.model_name == "table" and backends.HTTP_HELLO_TIMEOUT_S == VERIFY_TIMEOUT_S
 
 
 class TestHfTeacher:

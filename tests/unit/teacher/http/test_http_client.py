@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from teacher.client.http import Endpoint, HttpClientSpec, HttpTeacherClient
 from teacher.client.http import client as client_module
 from teacher.client.http import servers as servers_module
-from teacher.client.http.servers import MAX_FAULTS, Servers
+from teacher.client.http.servers import FIRST_PAUSE_S, MAX_FAULTS, Server, Servers
 from teacher.errors import (
     TeacherChanged,
     TeacherClosed,
@@ -231,6 +232,28 @@ class TestFailures:
                 score(client, timeout_s=5.0)
             assert "slow down" in "".join(caught.value.details)
 
+    def test_full_server_delays_only_the_request_that_it_refused(self) -> None:
+        with table_server() as server, client_of(server) as client:
+            client.hello()
+            server.failures = [(429, {"Retry-After": "3600"}, b"slow down")]
+            refused = client.submit([SEQUENCE])
+            wait_until(lambda: server.failures == [])
+            check_row(score(client)[0])
+            assert not refused.done()
+
+    def test_pauses_grow_with_failures_in_a_row_not_with_simultaneous_ones(self) -> None:
+        server = Server(Endpoint("http://127.0.0.1:1"))
+        for n_failures in (1, 2, 3):
+            began = time.monotonic()
+            for _ in range(7):
+                server.pause()
+            assert server.n_failures == n_failures
+            assert server.paused_until >= began + FIRST_PAUSE_S * 2 ** (n_failures - 1)
+            server.paused_until = time.monotonic()
+        server.pause()
+        server.resume()
+        assert (server.n_failures, server.paused_until) == (0, 0.0)
+
     def test_slow_server_is_a_timeout(self) -> None:
         with table_server() as server, client_of(server) as client:
             client.hello()
@@ -288,6 +311,18 @@ class TestFailures:
             with running(other), raises(TeacherChanged):
                 score(client)
 
+    @pytest.mark.parametrize(("offset", "is_same"), [(-0.2, True), (-0.3, False)])
+    def test_restarted_server_may_round_differently(
+        self, offset: float, is_same: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A bfloat16 output layer rounds logits between 16 and 32 to multiples of 1/8."""
+        monkeypatch.setattr(servers_module, "MAX_IDLE_S", 0.0)
+        with table_server() as server, client_of(server) as client:
+            client.hello()
+            server.offset = offset
+            with nullcontext() if is_same else raises(TeacherChanged):
+                score(client)
+
     def test_servers_of_different_models_are_refused(self) -> None:
         with (
             table_server() as first,
@@ -343,8 +378,10 @@ def _moved(spec: HttpClientSpec, server: TableServer) -> HttpClientSpec:
     return replace(spec, endpoints=(Endpoint(server.url),))
 
 
-def test_requests_are_limited_per_server() -> None:
-    with table_server() as server, client_of(server, n_connections=2) as client:
+@pytest.mark.parametrize("n_dead", [0, 1])
+def test_requests_are_limited_per_server(n_dead: int) -> None:
+    dead = [TableServer(free_port()) for _ in range(n_dead)]
+    with table_server() as server, client_of(server, *dead, n_connections=2) as client:
         client.hello()
         most = 0
         original = Servers.post

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,25 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from recipe_gkd.commands import record as record_command
 from recipe_gkd.commands.record import main
 from recipe_gkd.data.samples import Prompt, Response, Sample, TeacherTopK
 from recipe_gkd.errors import DataError
+from recipe_gkd.model_files import Student
 from recipe_gkd.teachers.hf_teacher import HfTeacher
 from recipe_gkd.teachers.recorded import writer as writer_module
 from recipe_gkd.teachers.recorded.layout import MANIFEST, RecordingSource, read_manifest
 from recipe_gkd.teachers.recorded.teacher import RecordedTeacher
 from recipe_gkd.teachers.recorded.writer import RecordingWriter
+from recipe_gkd.teachers.vocabularies import check_vocabulary
+from teacher.common.fingerprint import count_ids, tokenizer_fingerprint
 from teacher.errors import TeacherError, TeacherRequestError, TeacherSetupError, TeacherUnavailable
 from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import CONFIG_NAME
 from tests._support.errors import raises
+from tests._support.teacher_service import VOCAB_SIZE
 from tests._support.waiting import PATIENCE_S
 
 K = 4
@@ -256,6 +262,29 @@ class TestCommand:
         written = {file: file.stat().st_mtime_ns for file in folder.glob("*.parquet")}
         assert main(arguments) == 0  # nothing is left to do
         assert {file: file.stat().st_mtime_ns for file in folder.glob("*.parquet")} == written
+
+    def test_recording_of_compatible_teacher_fits_the_student(
+        self, arguments: list[str], tiny_qwen2: Path, tmp_path: Path
+    ) -> None:
+        """The teacher's tokenizer has two further tokens, and one of them ends a turn."""
+        folder, teacher = tmp_path / "recording", tmp_path / "teacher"
+        shutil.copytree(tiny_qwen2, teacher)
+        tokenizer, model = AutoTokenizer.from_pretrained(teacher), Qwen2ForCausalLM.from_pretrained(teacher)
+        own = Student(tiny_qwen2, VOCAB_SIZE, tokenizer, tokenizer_fingerprint(tokenizer), count_ids(tokenizer))
+        model.resize_token_embeddings(own.n_tokens + 2)
+        model.generation_config.eos_token_id = [1, own.n_tokens + 1]
+        model.save_pretrained(teacher)
+        further = AutoTokenizer.from_pretrained(teacher)
+        further.add_tokens(["<think>", "</think>"])
+        further.save_pretrained(teacher)
+        key = "actor_rollout_ref.teacher"
+        assert main([*arguments, f"{key}.model_path={teacher}", f"{key}.vocabulary=compatible"]) == 0
+        recording = RecordedTeacher(folder)
+        info = recording.hello()
+        recording.close()
+        assert check_vocabulary("recording", info, own, "equal") == 0 and info.eos_token_ids == (1,)
+        ids = pq.read_table(folder, columns=["topk_ids"]).column(0).combine_chunks().flatten().to_numpy()
+        assert ids.max() < own.n_tokens
 
     @pytest.mark.parametrize(
         "overrides",
