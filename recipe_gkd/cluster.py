@@ -229,12 +229,28 @@ class Cluster:
         return await self.actors.call_each(ActorWorker.token_kl, arguments, timeout_s=timeout_s, phase=phase)
 
     async def _divide(self, samples: Sequence[Sample], step: int, phase: str) -> list[tuple[Sequence[Sample], int]]:
-        """Return the arguments of each actor rank: the shard of its data-parallel rank, and the step."""
-        with waiting_for(phase, None, "the object store of this node"):
-            # Ray replaces a reference by its object when a method is called.
-            shards = [
-                cast(Sequence[Sample], await in_thread(ray.put, shard)) for shard in self.sharding.divide(samples)
-            ]
+        """Return the arguments of each actor rank: the shard of its data-parallel rank, and the step.
+
+        Raises:
+            DeadlineError: The object store did not accept the samples, for example because the disk hangs to which Ray
+                spills objects.
+        """
+        timeout_s, store = timeout_of(self.config, ACTOR_TIMEOUT), "the object store of this node"
+        try:
+            with waiting_for(phase, timeout_s, store):
+                async with asyncio.timeout(timeout_s):
+                    # Ray replaces a reference by its object when a method is called.
+                    shards = [
+                        cast(Sequence[Sample], await in_thread(ray.put, shard))
+                        for shard in self.sharding.divide(samples)
+                    ]
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{store} did not accept the samples within {timeout_s:g} s",
+                phase=phase,
+                waited_s=timeout_s,
+                remedy=f"check the disk to which Ray spills objects, or raise {timeout_s.key}",
+            ) from error
         return [(shards[dp_rank], step) for dp_rank in self.dp_ranks]
 
     # Restarts.

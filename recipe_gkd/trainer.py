@@ -262,7 +262,8 @@ class Trainer:
         has_trained = self.progress.step > self.start.progress.step
         if self._is_stopping and has_trained:
             async with pipeline.actor_lock("save_checkpoint"):
-                if not self._checkpoint_is_due():
+                # A failed save is repeated below, with its best record: the tracker has dropped it.
+                if not self._checkpoint_is_due() and self.saver.failed_step != self.progress.step:
                     await self.save()
                 await self.saver.finish_run(self.progress.step)
 

@@ -149,6 +149,11 @@ class CheckpointSaver:
         return self._failures.count
 
     @property
+    def failed_step(self) -> int | None:
+        """Step of the most recent save if it failed, else None."""
+        return None if self._failures.last is None else self._failures.last.progress.step
+
+    @property
     def newest(self) -> Path | None:
         """Folder of the newest checkpoint that is complete. None before the first one."""
         return self._failures.latest_checkpoint

@@ -63,7 +63,7 @@ class CheckpointFolderWriter:
             self.folder.mkdir(parents=True)
 
     def complete(self) -> None:
-        """Rename the folder, and record it as the latest checkpoint, and as the best one if ``best`` is set.
+        """Record the step as the latest one, rename the folder, and record it as the best one if ``best`` is set.
 
         It replaces a checkpoint of the same step. After a crash between any two operations, the older or the new
         checkpoint of this step has its final name, or a name from which
@@ -75,17 +75,15 @@ class CheckpointFolderWriter:
         finally:
             if not self.is_written:
                 self.discard()
+        with _writing(self.root / folders.LATEST):  # first, because steps after the latest one are not resumed from
+            folders.write_latest(self.root, step)
         with _writing(final):
             folders.put_in_place(self.root, step)
         try:
             if self.best is not None:
                 keep_best(self.root, self.best)
         finally:  # a record that cannot be written does not lose the checkpoint
-            try:
-                with _writing(self.root / folders.LATEST):
-                    folders.write_latest(self.root, step)
-            finally:
-                folders.remove_replaced(self.root, step)
+            folders.remove_replaced(self.root, step)
 
     def _mark_as_written(self) -> None:
         metadata = self.folder / ACTOR_METADATA

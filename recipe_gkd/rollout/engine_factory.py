@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from recipe_gkd.config.keys import LORA, ROLLOUT
 from recipe_gkd.errors import ConfigError, GkdError, ModelError, WorkerError
 from recipe_gkd.rollout.adapters import SYNC
+from recipe_gkd.rollout.cpu_engine import CPU_BATCHED_TOKENS, exact_arguments, unsplit_prompts
 from recipe_gkd.rollout.engine_options import EngineOptions
 from recipe_gkd.rollout.engine_report import EngineReport
 from recipe_gkd.rollout.limits import check_cpu_budget
@@ -16,12 +17,10 @@ from recipe_gkd.runtime.out_of_memory import ADVICE, Advice, advice
 from recipe_gkd.runtime.scratch import scratch_folder
 from teacher.common.head_dtype import head_overrides
 from teacher.common.out_of_memory import VLLM_START_REFUSAL, is_out_of_memory, memory_details
-from teacher.common.vllm_cpu import exact_attention
 
 if TYPE_CHECKING:
     from recipe_gkd.rollout.vllm.compat import LLMEngine
 
-_CPU_BATCHED_TOKENS = 4096
 _UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
 _TOO_SMALL = Advice(
     f"the weights leave too little memory for the KV cache: raise {_UTILIZATION} or kv_cache_memory_megabytes if the "
@@ -123,10 +122,8 @@ def _build(options: EngineOptions) -> LLMEngine:
         worker_extension_cls=f"{vllm_calls.__name__}.{vllm_calls.WorkerCalls.__name__}",
     )
     if options.device == "cpu":
-        model = arguments.create_model_config()
-        arguments.attention_backend = exact_attention(model)  # type: ignore[assignment]
-        if model.has_inner_state:
-            arguments.enable_prefix_caching = False  # vLLM caches recurrent states only with prompts in chunks
+        for name, value in exact_arguments(arguments.create_model_config()).items():
+            setattr(arguments, name, value)
     engine = vllm.LLMEngine.from_engine_args(arguments)
     if options.adapters is not None:
         engine.collective_rpc(vllm_calls.WorkerCalls.gkd_activate_adapter.__name__)
@@ -173,9 +170,9 @@ def adapter_arguments(options: EngineOptions) -> dict[str, Any]:
 def step_budget(options: EngineOptions, cuda_default: int) -> dict[str, Any]:
     """Return the engine arguments that bound the tokens of a step.
 
-    On a CPU, vLLM fails with `CPU Generator does not use offset` if the prompt of a seeded request is split into
-    chunks. On CUDA prompts are split, and vLLM only requires a token per sequence. Its own default for an
-    ``LLMEngine`` is 2048 tokens, a quarter or an eighth of the default for its ``LLM`` class.
+    On a CPU prompts are not split; see :func:`recipe_gkd.rollout.cpu_engine.unsplit_prompts`. On CUDA they are split,
+    and vLLM only requires a token per sequence. Its own default for an ``LLMEngine`` is 2048 tokens, a quarter or an
+    eighth of the default for its ``LLM`` class.
 
     Args:
         cuda_default: Tokens of a step on CUDA; see :func:`vllm_compat.default_batched_tokens`.
@@ -190,8 +187,8 @@ def step_budget(options: EngineOptions, cuda_default: int) -> dict[str, Any]:
         return {"max_num_batched_tokens": requested or min(max(cuda_default, options.max_num_seqs), largest)}
     if requested is not None:
         check_cpu_budget(requested, options.max_model_len)
-    budget = requested or max(_CPU_BATCHED_TOKENS, options.max_model_len, options.max_num_seqs)
-    return {"enable_chunked_prefill": False, "max_num_batched_tokens": budget}
+    budget = requested or max(CPU_BATCHED_TOKENS, options.max_model_len, options.max_num_seqs)
+    return unsplit_prompts(budget)
 
 
 def describe_engine(engine: LLMEngine) -> EngineReport:

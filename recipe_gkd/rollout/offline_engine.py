@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from recipe_gkd.errors import ModelError
+from recipe_gkd.rollout.cpu_engine import CPU_BATCHED_TOKENS, exact_arguments, unsplit_prompts
 from recipe_gkd.rollout.environment import worker_environment
 from teacher.common.data_types import engine_dtype
 from teacher.common.vllm_setup import quiet_import
-from teacher.common.vllm_worker import LogitsCalls
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -131,27 +131,36 @@ def vllm_engine(folder: Path, options: OfflineEngineOptions, *, n_tokens: int) -
     quiet_import("ERROR")
     from vllm import LLM
 
-    memory: dict[str, Any] = {"kv_cache_memory_bytes": options.cpu_cache_bytes}
+    from recipe_gkd.rollout.vllm.calls import WorkerCalls  # its import corrects the CPU build, in each rank
+    from recipe_gkd.rollout.vllm.compat import EngineArgs
+
+    model: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": engine_dtype(options.dtype, folder, "cuda" if on_gpu else "cpu"),
+        "max_model_len": options.max_model_len,
+        "trust_remote_code": options.trust_remote_code,
+    }
     if on_gpu:
-        memory = {"gpu_memory_utilization": options.gpu_memory_utilization}
+        device: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_utilization}
+    else:
+        config = EngineArgs(**model).create_model_config()
+        steps = unsplit_prompts(max(CPU_BATCHED_TOKENS, config.max_model_len))
+        device = {"kv_cache_memory_bytes": options.cpu_cache_bytes, **exact_arguments(config), **steps}
     engine = LLM(
-        model=str(folder),
-        dtype=cast(Any, engine_dtype(options.dtype, folder, "cuda" if on_gpu else "cpu")),
-        max_model_len=options.max_model_len,
+        **model,
+        **device,
         tensor_parallel_size=options.tensor_parallel_size,
-        trust_remote_code=options.trust_remote_code,
         seed=options.seed,
         enforce_eager=True,
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        worker_extension_cls=f"{LogitsCalls.__module__}.{LogitsCalls.__name__}",
-        **memory,
+        worker_extension_cls=f"{WorkerCalls.__module__}.{WorkerCalls.__name__}",
     )
     try:
         n_rows = engine.llm_engine.model_config.get_vocab_size()
         if n_padding := max(0, n_rows - n_tokens):
             log.info("%s: %d of %d ids are padding of the output layer, not sampled", folder, n_padding, n_rows)
-            engine.collective_rpc(LogitsCalls.set_logits.__name__, args=(1.0, n_tokens))
+            engine.collective_rpc(WorkerCalls.set_logits.__name__, args=(1.0, n_tokens))
         yield engine
     finally:
         engine.llm_engine.engine_core.shutdown()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @cache
 def correct_cpu_build() -> None:
-    """Replace the functions of vLLM that are wrong on a CPU. Call it before an engine is built.
+    """Replace the functions of vLLM that are wrong on a CPU. Call it in each rank, before it builds the model.
 
     On other devices, and in further calls in a process, it has no effect.
     """

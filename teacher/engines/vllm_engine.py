@@ -1,8 +1,8 @@
 """vLLM as a scorer: prompt log-probabilities, kept as tensors, of sequences that are never continued.
 
-Of this package, only this module, `vllm_internals`, `vllm_requests` and `vllm_prompt_rows` import vLLM; `vllm_queue`
-uses its engine. With `vllm_setup`, `vllm_cpu` and `vllm_worker` of `teacher.common` they depend on these internals of
-vLLM:
+Of this package, only this module, `vllm_internals`, `vllm_requests`, `vllm_prompt_rows` and `vllm_rank` import vLLM;
+`vllm_queue` uses its engine. With `vllm_setup`, `vllm_cpu` and `vllm_worker` of `teacher.common` they depend on these
+internals of vLLM:
 
 - one replaced method (`vllm_internals.keep_prompt_logprobs_as_tensors`);
 - one replaced function (`vllm_setup.keep_file_store_in`), and on a CPU two methods that are wrong (`vllm_cpu`);
@@ -35,7 +35,6 @@ from teacher.common.data_types import engine_dtype
 from teacher.common.fingerprint import last_tokens, tokenizer_fingerprint
 from teacher.common.sizes import MIB
 from teacher.common.tokenizer import count_tokens, load_tokenizer
-from teacher.common.vllm_cpu import correct_cpu_build
 from teacher.common.vllm_setup import (
     ASYNC_SCHEDULING_DEFECT,
     TESTED_VLLM,
@@ -103,7 +102,6 @@ class VllmEngine:
         with exempt_imports_from_gc():
             from vllm import __version__
 
-        correct_cpu_build()
         dtype = engine_dtype(config.dtype, Path(config.ckpt_path), "cpu" if on_cpu else "cuda")
         args, step, runner = plan_engine(replace(config, dtype=dtype), vocab_size, on_cpu=on_cpu)
         keep_prompt_logprobs_as_tensors()

@@ -131,7 +131,7 @@ def make_engine_args(config: EngineConfig, step: StepSize, *, on_cpu: bool) -> A
         enforce_eager=True,
         tensor_parallel_size=config.tp_size,
         distributed_executor_backend="uni" if config.tp_size == 1 else "mp",
-        worker_extension_cls=f"{TeacherCalls.__module__}.{TeacherCalls.__name__}",
+        worker_extension_cls=f"teacher.engines.vllm_rank.{TeacherCalls.__name__}",
         kv_cache_memory_bytes=kv_cache_mib * MIB or None,
         gpu_memory_utilization=config.gpu_memory_utilization,
         enable_sleep_mode=config.sleep_mode and not on_cpu,  # vLLM refuses it on a CPU

@@ -8,18 +8,19 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from recipe_gkd.checkpoints.folders import steps_of
 from recipe_gkd.checkpoints.state import Progress, ResumeState
+from recipe_gkd.checkpoints.store import recorded_best
 from recipe_gkd.config import Config
 from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.rows import TRAINING, read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
-from recipe_gkd.errors import DeadlineError, RewardError, WeightSyncError, WorkerDied, WorkerError
+from recipe_gkd.errors import CheckpointError, DeadlineError, RewardError, WeightSyncError, WorkerDied, WorkerError
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.teachers.routes import Routes
@@ -27,7 +28,7 @@ from recipe_gkd.trainer import RewardContext, Trainer
 from recipe_gkd.validation.validation import read_validation
 from teacher.errors import TeacherUnavailable
 from tests._support.waiting import PATIENCE_S
-from tests.unit.validation.test_validation import TOKENIZER, FakeCluster, NoTeacher, make_config
+from tests.unit.validation.test_validation import BEST, TOKENIZER, FakeCluster, NoTeacher, make_config
 
 ERRORS = {
     "reward": RewardError("the reward function failed"),
@@ -231,6 +232,27 @@ class TestBackgroundSave:
         with pytest.raises(RewardError):
             fit(trainer)
         assert steps_of(tmp_path) == ([] if is_lost else [2])
+
+
+class TestFailedSave:
+    def test_repeated_save_of_a_stop_is_still_the_best_checkpoint(self, tmp_path: Path) -> None:
+        """The checkpoint was due only because its weights are the best."""
+        trainer = make_trainer(make_config(tmp_path, *LENGTH, BEST), Faults(validation_waits=False))
+        trainer.stop_in = None
+        cluster: Any = trainer.cluster
+        call, cluster.save_errors = cluster.call, [CheckpointError("disk full")]
+
+        async def stop_at_failure(method: Any, *args: Any, **options: Any) -> list[Any]:
+            try:
+                return cast(list[Any], await call(method, *args, **options))
+            except CheckpointError:
+                assert trainer.stop.request("SIGTERM")
+                raise
+
+        cluster.call = stop_at_failure
+        fit(trainer)
+        best = recorded_best(tmp_path)
+        assert steps_of(tmp_path) == [2] and best is not None and best.step == 2
 
 
 class TestSharedDevices:

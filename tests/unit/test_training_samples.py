@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 
 from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.state import Progress, ResumeState
@@ -23,7 +25,7 @@ from recipe_gkd.data.batches import ReadyBatch
 from recipe_gkd.data.prompts import PromptData, PromptLoader
 from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.data.samples import Prompt, Response, Reward, Sample
-from recipe_gkd.errors import GkdError, RewardError, WorkerDied
+from recipe_gkd.errors import DeadlineError, GkdError, RewardError, WorkerDied
 from recipe_gkd.metrics.steps import describe
 from recipe_gkd.metrics.timeline import Timeline
 from recipe_gkd.rewards import RewardItems, RewardScorer
@@ -40,6 +42,7 @@ from teacher.records import ScoredSequence, TeacherSequence
 from tests._support.base_config import base_config
 from tests._support.errors import raises
 from tests._support.reward_files import reward_file, settings
+from tests._support.waiting import PATIENCE_S
 
 N, BATCH, ROWS = 2, 4, 24
 SAMPLED = "12"
@@ -326,6 +329,18 @@ def test_batch_gets_advantages_before_it_is_divided(tmp_path: Path) -> None:
     with raises(GkdError):
         asyncio.run(trainer.cluster.update(batch))
     assert advantages == [-0.5, 0.5] * BATCH
+
+
+def test_hung_object_store_ends_the_update_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, the disk hangs to which Ray spills objects."""
+    disk = threading.Event()
+    monkeypatch.setattr(ray, "put", lambda _: disk.wait(PATIENCE_S))
+    trainer = build_trainer(configured(tmp_path, "actor_rollout_ref.actor.timeout_s=0.2"), FakeCluster(1))
+    batch = asyncio.run(first_batch(trainer))
+    trainer.cluster.sharding = SimpleNamespace(divide=lambda samples: [samples])  # type: ignore[assignment]
+    with raises(DeadlineError, phase="update, step 0", waited_s=0.2, silent=()):
+        asyncio.run(asyncio.wait_for(trainer.cluster.update(batch), PATIENCE_S))
+    disk.set()
 
 
 async def first_batch(trainer: Trainer) -> ReadyBatch:

@@ -1,4 +1,4 @@
-"""Score sequences with the teacher's engine, in a separate process: `teacher_script.py FOLDER OUT`.
+"""Score sequences with the teacher's engine, in a separate process: `teacher_script.py FOLDER OUT TP_SIZE`.
 
 The .npz file OUT has the token ids of each sequence I, I/ids_T, and its scores, I/topk_ids_TK, I/topk_logps_TK and
 I/sampled_logps_T.
@@ -21,9 +21,10 @@ FIRST_ID, LAST_ID = 2, 200
 FIELDS = ("topk_ids_TK", "topk_logps_TK", "sampled_logps_T")
 
 
-def main(folder: str, out: str) -> None:
+def main(folder: str, out: str, tp_size: str) -> None:
     """Score the sequences of a folder, and write the file."""
-    engine = VllmEngine(EngineConfig(folder, n_logprobs=8, dtype="float32", logits_mib=1, kv_cache_mib=16))
+    settings = EngineConfig(folder, n_logprobs=8, dtype="float32", logits_mib=1, kv_cache_mib=16, tp_size=int(tp_size))
+    engine = VllmEngine(settings)
     rng = np.random.default_rng(0)
     prompt = rng.integers(FIRST_ID, LAST_ID, PROMPT_TOKENS, dtype=np.int32)
     arrays: dict[str, np.ndarray] = {}

@@ -10,21 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from tests._support.families import FAMILIES, Family, make_family_folder
+from tests._support.families import BY_TYPE, FAMILIES, Family, make_family_folder
 from tests._support.repository import REPO
 from tests._support.waiting import PATIENCE_S
 from tests.integration.families.teacher_script import PROMPT_TOKENS, RESPONSE_TOKENS
 from tests.integration.rollout.fsdp_workers import load
 
-SERVED = [family for family in FAMILIES if not family.teacher]
+SERVED = [pytest.param(family, 1, id=family.model_type) for family in FAMILIES if not family.teacher]
+DIVIDED = pytest.param(BY_TYPE["lfm2"], 2, id="lfm2 on two ranks")
+"""vLLM spawns the ranks, and its CPU build computes LFM2 wrongly without corrections in each of them."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", SERVED, ids=lambda family: family.model_type)
-def test_scores_equal_transformers(family: Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "tp_size"), [*SERVED, DIVIDED])
+def test_scores_equal_transformers(family: Family, tp_size: int, tmp_path: Path) -> None:
     """The sequences share a prompt, which is cached if the family can have a prefix cache."""
     folder, out = make_family_folder(tmp_path / "model", family, family.rollout_config), tmp_path / "scores.npz"
-    script = [sys.executable, "-m", "tests.integration.families.teacher_script", str(folder), str(out)]
+    script = [sys.executable, "-m", "tests.integration.families.teacher_script", str(folder), str(out), str(tp_size)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE_S, cwd=REPO)
     assert done.returncode == 0, done.stderr
     model, scores = load(folder)[0], np.load(out)

@@ -354,8 +354,9 @@ def check_folder(root: Path) -> None:
     broken = {step: damage(final_folder(root, step)) for step in steps_of(root)}
     assert not any(broken.values()), broken
     latest = read_latest(root)
-    temporary = {step: (root / f".replaced_global_step_{step}").exists() for step in range(LAST_STEP + 1)}
-    assert latest in broken or (latest is None and not (root / LATEST).exists()) or temporary[latest or 0], latest
+    temporary = [root / f"{prefix}global_step_{latest}" for prefix in (".replaced_", ".writing_")]
+    is_temporary = any(folder.exists() for folder in temporary)
+    assert latest in broken or (latest is None and not (root / LATEST).exists()) or is_temporary, latest
 
 
 def one_trial(

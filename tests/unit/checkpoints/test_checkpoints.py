@@ -13,8 +13,9 @@ import pytest
 
 from recipe_gkd.checkpoints import folders
 from recipe_gkd.checkpoints.folders import damage, final_folder, read_latest, recover, steps_of
+from recipe_gkd.checkpoints.newest import newest_complete
 from recipe_gkd.checkpoints.state import Best
-from recipe_gkd.checkpoints.store import forget_best, keep_best, read_best, remove_old
+from recipe_gkd.checkpoints.store import forget_best, keep_best, read_best, recorded_best, remove_old
 from recipe_gkd.errors import CheckpointError
 from tests._support.checkpoint_files import begin_checkpoint, list_names, read_shard, write_checkpoints
 from tests._support.errors import raises
@@ -110,6 +111,27 @@ def test_kill_during_replacement_leaves_complete_checkpoint(tmp_path: Path, late
     pytest.fail("the replacement did not end")
 
 
+def test_kill_during_save_leaves_no_complete_checkpoint_that_a_run_ignores(tmp_path: Path, quick_disk: None) -> None:
+    """Steps after the latest one count as an abandoned run, and their best records are removed."""
+    for number in range(200):
+        root = tmp_path / str(number)
+        root.mkdir()
+        write_checkpoints(root, 2)
+
+        def save(root: Path = root) -> None:
+            begin_checkpoint(root, best=Best("m", 1.0, 4)).complete()
+
+        killed = exits_at(number, save)
+        recover(root)
+        newest = newest_complete(root)
+        assert newest.step == steps_of(root)[-1] and not newest.reasons
+        assert recorded_best(root) == read_best(root, "m", until=newest.step)
+        if not killed:
+            assert newest.step == 4 and number > 10
+            return
+    pytest.fail("the save did not end")
+
+
 def test_kill_during_recovery_is_harmless(tmp_path: Path, quick_disk: None) -> None:
     for number in range(200):
         root = tmp_path / str(number)
@@ -163,7 +185,7 @@ def test_undeletable_old_folder_is_harmless(tmp_path: Path, monkeypatch: pytest.
     assert read_shard(tmp_path, 4) == "new" and read_latest(tmp_path) == 4 and steps_of(tmp_path) == [4]
 
 
-def test_complete_flushes_content_then_name_then_pointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_flushes_content_then_pointer_then_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     fsync = os.fsync
 
@@ -186,10 +208,10 @@ def test_complete_flushes_content_then_name_then_pointer(tmp_path: Path, monkeyp
         f"{new}/trainer.json.new",
         "trainer.json.new -> trainer.json",
         new,
-        f"{new} -> global_step_4",
-        ".",
         f"{pointer}.new",
         f"{pointer}.new -> {pointer}",
+        ".",
+        f"{new} -> global_step_4",
         ".",
     ]
 
