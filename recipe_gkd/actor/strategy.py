@@ -5,6 +5,7 @@ A backend is imported only when it is chosen. The driver imports this module wit
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,13 +33,14 @@ def build_backend(config: Config, spec: RankSpec) -> Backend:
         from recipe_gkd.actor.fsdp.backend import FsdpBackend
 
         return FsdpBackend(config, spec)
-    from recipe_gkd.actor.hidden_module import hidden_module
+    from recipe_gkd.actor.library_imports import hidden_module, uncompiled
     from recipe_gkd.actor.megatron.transformer_impl import impl_setting, resolve_transformer_impl
 
     # Before Megatron is imported, because a defective Transformer Engine would make its import fail.
     resolve_transformer_impl(impl_setting(config.actor_rollout_ref.actor), spec.device)
     # Megatron imports wandb if it is installed, which takes seconds and leaves temporary folders behind.
-    with hidden_module("wandb"):
+    # A CPU worker would not use its compiled functions: see `install` in megatron/patches.py.
+    with hidden_module("wandb"), uncompiled() if spec.device == "cpu" else nullcontext():
         from recipe_gkd.actor.megatron.backend import MegatronBackend
 
     return MegatronBackend(config, spec)

@@ -10,8 +10,11 @@ import peft  # noqa: F401
 import torch.distributed.checkpoint  # noqa: F401
 
 import recipe_gkd.actor.fsdp.backend
-import recipe_gkd.actor.megatron.backend
 import recipe_gkd.actor.student_actor  # noqa: F401
+from recipe_gkd.actor.library_imports import hidden_module, uncompiled
+
+with hidden_module("wandb"), uncompiled():  # as in `build_backend`
+    importlib.import_module("recipe_gkd.actor.megatron.backend")
 
 for family in ("llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
     importlib.import_module(f"transformers.models.{family}.modeling_{family}")

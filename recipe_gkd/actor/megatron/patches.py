@@ -38,6 +38,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +77,10 @@ def install() -> None:
         _patch_moe_dispatcher()
         _patch_single_rank_groups()
         _patch_uneven_collectives()
-        # `jit_fuser` is torch.compile, which would start a C++ compiler for each fused operation.
-        torch.compiler.set_stance("force_eager")
+        # `jit_fuser` is torch.compile, which would start a C++ compiler for each fused operation, unless Megatron was
+        # imported without it.
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.set_stance("force_eager")
 
 
 def on_host() -> contextlib.AbstractContextManager[Any]:

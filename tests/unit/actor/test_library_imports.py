@@ -1,4 +1,4 @@
-"""Hidden modules: imports fail only in the body, and a module in use stays visible."""
+"""Hidden modules: imports fail only in the body, and a module in use stays visible. Compilation is off in a body."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import importlib
 import sys
 
 import pytest
+import torch
 
-from recipe_gkd.actor.hidden_module import hidden_module
+from recipe_gkd.actor.library_imports import hidden_module, uncompiled
 
 
 class TestHiddenModule:
@@ -20,3 +21,16 @@ class TestHiddenModule:
     def test_imported_module_stays_visible(self) -> None:
         with hidden_module("sys"):
             assert importlib.import_module("sys") is sys
+
+
+class TestUncompiled:
+    def test_functions_are_not_compiled_in_the_body_only(self) -> None:
+        original = torch.compile
+
+        def double(value: int) -> int:
+            return 2 * value
+
+        with uncompiled():
+            assert torch.compile(double) is double
+            assert torch.compile(dynamic=True)(double) is double
+        assert torch.compile is original
