@@ -20,6 +20,7 @@ from recipe_gkd.commands.arguments import config_parser
 from recipe_gkd.config.load import read_config
 from recipe_gkd.config.stored import stored_config
 from recipe_gkd.diagnostics.exit_messages import leave_dead_streams, report_error, report_saved_stop, report_stop
+from recipe_gkd.errors import CheckpointMismatch
 from recipe_gkd.metrics.run_events import RunEvents
 from recipe_gkd.runtime.closed_output import until_closed
 from recipe_gkd.runtime.run_log import start_logging
@@ -64,7 +65,9 @@ def _run_command(argv: Sequence[str] | None) -> int:
             with RunEvents(folder.path) as events:
                 stopped_by = events.stopped_by = run(loaded.config, stored_config(loaded.composed), folder)
     except Exception as error:  # noqa: BLE001 - the only handler that reports errors to the user
-        return report_error(error, hint() if folder is not None and folder.is_accepted else "")
+        # The command that would resume is this one, whose settings a mismatch refuses.
+        is_resumable = folder is not None and folder.is_accepted and not isinstance(error, CheckpointMismatch)
+        return report_error(error, hint() if is_resumable else "")
     except KeyboardInterrupt:
         return report_stop("interrupted", signal.SIGINT, hint())
     except Terminated as stop:

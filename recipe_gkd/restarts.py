@@ -91,7 +91,7 @@ async def train(
             teachers.requests = cluster.scoring
         cluster.conversations = plan.conversations
         folder.accept()
-        await train_with_restarts(config, cluster, plan, teachers, reward_context, stop)
+        await train_with_restarts(config, cluster, plan, teachers, reward_context, folder, stop)
 
 
 async def train_with_restarts(
@@ -100,6 +100,7 @@ async def train_with_restarts(
     plan: TrainingPlan,
     teachers: Teachers,
     reward_context: RewardContext,
+    folder: RunFolder,
     stop: StopRequest,
 ) -> None:
     """Resume from the first checkpoint of the plan that the workers can load, and train.
@@ -111,6 +112,7 @@ async def train_with_restarts(
     while True:
         try:
             start = await load_weights(config, cluster, plan, points)
+            folder.begin_training()
             trainer = Trainer(config, cluster, teachers, plan.loader, start, reward_context)
             trainer.is_restarted, trainer.summary = is_restarted, summary
             return await trainer.fit(stop)

@@ -43,9 +43,8 @@ from recipe_gkd.ray_cluster.connection import choose_device, connected_cluster
 from recipe_gkd.restarts import TrainingPlan, train
 from recipe_gkd.rewards import RewardItems, RewardScorer
 from recipe_gkd.rewards.items import TruthUse
-from recipe_gkd.runtime.durable_files import write_durably
 from recipe_gkd.runtime.run_log import log_background_error
-from recipe_gkd.runtime.signals import hangup_ignored, raise_on_signals, run_until_terminated
+from recipe_gkd.runtime.signals import exit_as_termination, hangup_ignored, raise_on_signals, run_until_terminated
 from recipe_gkd.runtime.stop_request import StopRequest
 from recipe_gkd.runtime.threads import run_until
 from recipe_gkd.runtime.wait_log import waiting_for
@@ -108,11 +107,11 @@ def run(config: Config, stored: str, folder: RunFolder) -> str | None:
             report_changes(folder.path / CONFIG, stored, "was trained so far")
         log.info("%d prompts, steps %d to %d", len(data), plan.progress.step + 1, last_step)
         reward_context = RewardContext(scorer, _reward_items(config, data, student, scorer), validation)
-        with hangup_ignored():
+        with hangup_ignored(), exit_as_termination():
             opened.enter_context(connected_cluster(config))
-        raise_on_signals()  # again, because Ray sets its own handler
+            raise_on_signals()  # again, because Ray sets its own handler, which exits
         config = _choose_data_types(config, folder if plan.progress.step else None)
-        write_durably(folder.path / CONFIG, with_chosen_types(stored, config))
+        folder.store_config(with_chosen_types(stored, config))
         save_before = config.trainer.save_before
         stop = StopRequest(None if save_before is None else duration_s(save_before))
         training = train(config, plan, teachers, reward_context, folder, stop)

@@ -12,6 +12,7 @@ from recipe_gkd.checkpoints.store import LINK
 from recipe_gkd.config import Config
 from recipe_gkd.config.schema import TrainerConfig
 from recipe_gkd.errors import CheckpointError, ConfigError, DataError, ModelError, ResourceError, RewardError
+from recipe_gkd.runtime.durable_files import write_durably
 from teacher.errors import TeacherError
 
 LOG, CONFIG, EVENTS = "run.log", "config.yaml", "events.jsonl"
@@ -34,7 +35,24 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path, self.is_accepted = path, False
+        self._new_config: str | None = None
         self._new_files = [path / name for name in (LOG, CONFIG, EVENTS) if not (path / name).exists()]
+
+    def store_config(self, text: str) -> None:
+        """Write the configuration of this start: at once, or in :meth:`begin_training` if the folder already has one.
+
+        A start that trains nothing, for example because the workers refuse the checkpoint, leaves that of the run.
+        """
+        if (self.path / CONFIG).exists():
+            self._new_config = text
+        else:
+            write_durably(self.path / CONFIG, text)
+
+    def begin_training(self) -> None:
+        """Write the configuration of this start if it is not written yet. Call it once the weights are loaded."""
+        if self._new_config is not None:
+            write_durably(self.path / CONFIG, self._new_config)
+            self._new_config = None
 
     def accept(self) -> None:
         """Keep all files from now on. Call it once the workers have started."""

@@ -112,6 +112,15 @@ def hangup_ignored() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
+@contextmanager
+def exit_as_termination() -> Iterator[None]:
+    """Raise :class:`Terminated` instead of SystemExit in the body: a library's own handler of SIGTERM exits."""
+    try:
+        yield
+    except SystemExit as error:
+        raise Terminated(signal.SIGTERM) from error
+
+
 def _terminating_signals() -> list[signal.Signals]:
     """Return SIGTERM, SIGUSR1 and SIGHUP without those that this process ignores, such as SIGHUP under nohup."""
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]

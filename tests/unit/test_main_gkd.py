@@ -24,7 +24,15 @@ from recipe_gkd.config import Config
 from recipe_gkd.data.prompts import PromptData
 from recipe_gkd.data.rows import read_data_set
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
-from recipe_gkd.errors import CheckpointError, ConfigError, DataError, GkdError, UnexpectedError, WorkerDied
+from recipe_gkd.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    ConfigError,
+    DataError,
+    GkdError,
+    UnexpectedError,
+    WorkerDied,
+)
 from recipe_gkd.model_files import Student
 from recipe_gkd.run import _reward_items
 from recipe_gkd.runtime.stop_request import StopRequest
@@ -138,15 +146,25 @@ class TestUnexpectedErrors:
         assert f"the traceback is in {tmp_path}/run/run.log" in printed
         assert "Traceback" in log and "zmq.ZMQError" in log
 
-    @pytest.mark.parametrize("has_started", [False, True])
+    @pytest.mark.parametrize(
+        ("error", "has_started", "is_named"),
+        [
+            (TeacherTimeout("step 5: teacher default, 2 samples (8, 9): late"), False, False),
+            (TeacherTimeout("step 5: teacher default, 2 samples (8, 9): late"), True, True),
+            # The command that resumes would be refused again.
+            (CheckpointMismatch("step 5: teacher default, other settings", path=Path("x")), True, False),
+        ],
+        ids=["rejected", "started", "refused checkpoint"],
+    )
     def test_main_error_of_a_started_run_names_the_newest_checkpoint(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_started: bool
-    ) -> None:
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+        error: Exception, has_started: bool, is_named: bool,
+    ) -> None:  # fmt: skip
         def run(config: Config, stored: str, folder: RunFolder) -> None:
             write_checkpoints(folder.path, 4)
             if has_started:
                 folder.accept()
-            raise TeacherTimeout("step 5: teacher default, 2 samples (8, 9): late")
+            raise error
 
         handlers = logging.getLogger().handlers[:]
         monkeypatch.setattr(logging, "raiseExceptions", True)  # main sets it
@@ -162,7 +180,7 @@ class TestUnexpectedErrors:
         hint = (
             f"\nthe newest checkpoint is {tmp_path}/run/global_step_4\nto resume from it: python -m recipe_gkd.main_gkd"
         )
-        assert (hint in printed) == has_started
+        assert (hint in printed) == is_named
 
     @pytest.mark.parametrize(
         ("error", "root"),
@@ -233,8 +251,9 @@ class TestRestarts:
         workers: Any = SimpleNamespace(restart_actors=restart_actors, actor_is_lost=actor_is_lost)
         plan: Any = SimpleNamespace(points=[], loader=None)
         context: Any = None
+        run_folder: Any = SimpleNamespace(begin_training=lambda: None)
         config = base_config("trainer.save_freq=1", f"trainer.default_local_dir={folder}")
-        asyncio.run(restarts.train_with_restarts(config, workers, plan, context, context, stop))
+        asyncio.run(restarts.train_with_restarts(config, workers, plan, context, context, run_folder, stop))
         return calls, stop
 
     def test_actor_lost_in_training_or_in_a_load_is_restarted(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from recipe_gkd.actor.megatron.checkpoint_state import (
 )
 from recipe_gkd.actor.megatron.megatron_model import MegatronModel
 from recipe_gkd.actor.megatron.model_dims import ModelDims
-from recipe_gkd.config.keys import LORA
+from recipe_gkd.config.keys import LORA, MEGATRON
 from recipe_gkd.errors import CheckpointError, CheckpointMismatch
 
 STRATEGY = "megatron"
@@ -182,11 +182,13 @@ def _check_matches(path: Path, about: dict[str, Any], model: MegatronModel, cont
     check_same_dims(path, about["model"], model.dims)
     check_same_adapters(path, about.get("lora"), None if model.lora is None else model.lora.about())
     check_contents(path, about["contents"], contents)
-    kind = optimizer_kind(model)
-    if "optimizer" in contents and about["optimizer_kind"] != kind:
+    saved, own = about["optimizer_kind"], optimizer_kind(model)
+    differing = [key for key in sorted({*saved, *own}) if saved.get(key) != own.get(key)]
+    if "optimizer" in contents and differing:
+        values = "; ".join(f"{MEGATRON}.{key}: {saved.get(key)} there, {own.get(key)} here" for key in differing)
         raise CheckpointMismatch(
-            f"{path}: its optimizer state was saved with {about['optimizer_kind']}, this run has {kind}",
+            f"{path} has the optimizer state of other settings ({values})",
             remedy="use the same settings, or remove optimizer from actor_rollout_ref.actor.checkpoint.load_contents",
             path=path,
-            differing=("optimizer_kind",),
+            differing=tuple(differing),
         )

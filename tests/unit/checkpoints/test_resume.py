@@ -22,6 +22,7 @@ from recipe_gkd import preflight, restarts
 from recipe_gkd import run as run_module
 from recipe_gkd.addition.tokenizer import build_tokenizer
 from recipe_gkd.checkpoints.resume import ResumePoint, load_first_usable, resume_points
+from recipe_gkd.checkpoints.run_folder import RunFolder
 from recipe_gkd.checkpoints.state import Best, Progress, ResumeState
 from recipe_gkd.config import Config
 from recipe_gkd.data.fingerprints import FORMAT
@@ -284,7 +285,7 @@ def test_position_and_best_follow_loaded_checkpoint(
     validation = ["trainer.test_freq=1", "data.val_files=x", "custom_reward_function.path=x"]
     settings: Any = config(tmp_path, "trainer.best_metric=m", *validation)
     loader: Any = SimpleNamespace(last_step=lambda position, step: step + (100 - position) // 10)
-    folder: Any = SimpleNamespace(path=tmp_path, accept=lambda: None)
+    folder = RunFolder(tmp_path)
     nothing: Any = None
     teachers: Any = SimpleNamespace(client_specs=dict, caches={})
     points = resume_points(settings, PROGRESS)
@@ -355,7 +356,7 @@ class Command:
         self.train()
 
     def run(self) -> None:
-        folder: Any = SimpleNamespace(path=self.root)
+        folder = RunFolder(self.root)
         run_module.run(self.config, "", folder)
 
 

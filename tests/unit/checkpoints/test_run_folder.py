@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe_gkd.checkpoints.run_folder import run_folder
+from recipe_gkd.checkpoints.run_folder import CONFIG, RunFolder, run_folder
 from recipe_gkd.checkpoints.run_lock import LOCK, locked
 from recipe_gkd.config import Config
 from recipe_gkd.errors import ModelError, RunFolderInUse, WorkerDied
@@ -170,3 +170,20 @@ def test_log_stays_unless_start_is_rejected(tmp_path: Path, error: BaseException
             folder.accept()
         raise error
     assert (tmp_path / "run" / "run.log").exists() == kept == (tmp_path / "run").exists()
+
+
+# ---- configuration
+
+
+def test_configuration_of_a_run_is_replaced_once_another_start_trains(tmp_path: Path) -> None:
+    """A start that the workers refuse must not change the data types that a later start with ``auto`` keeps."""
+    for text, trains in (("dtype: bfloat16", True), ("dtype: float32", False), ("dtype: float16", True)):
+        before = (tmp_path / CONFIG).read_text() if (tmp_path / CONFIG).exists() else text
+        folder = RunFolder(tmp_path)
+        folder.store_config(text)
+        assert (tmp_path / CONFIG).read_text() == before
+        if trains:
+            folder.begin_training()
+            folder.begin_training()
+            assert (tmp_path / CONFIG).read_text() == text
+    assert (tmp_path / CONFIG).read_text() == "dtype: float16"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from recipe_gkd.ray_cluster import worker_group
 from recipe_gkd.ray_cluster.worker_group import WorkerGroup
 from recipe_gkd.runtime import signals
-from recipe_gkd.runtime.signals import Terminated, run_until_terminated
+from recipe_gkd.runtime.signals import Terminated, exit_as_termination, run_until_terminated
 
 
 def ignore_background_error(*_: Any) -> None: ...
@@ -52,6 +53,14 @@ class TestFirstSignal:
         closed: list[str] = []
         run_and_send(number, closed)
         assert closed == ["in order"]
+
+
+class TestExitAsTermination:
+    def test_exit_of_a_handler_is_a_termination(self) -> None:
+        """Ray's handler of SIGTERM exits with the number of the signal while it starts."""
+        with pytest.raises(Terminated) as stop, exit_as_termination():
+            sys.exit(int(signal.SIGTERM))
+        assert stop.value.number == signal.SIGTERM
 
 
 class TestSecondSignal:
