@@ -476,6 +476,25 @@ FAMILIES = (
         megatron="",
     ),
     Family(
+        model_type="apertus",
+        name="Apertus",
+        examples="Apertus-8B, Apertus-70B",
+        config=_SIZES | dict(rope_parameters=_LLAMA3_ROPE),
+        megatron="its activation (xIELU) has trained parameters",
+        rollout="vLLM's log-probabilities differ from transformers' by up to 0.0024",
+    ),
+    Family(
+        model_type="exaone_moe",
+        name="K-EXAONE",
+        examples="K-EXAONE-236B-A23B",
+        config=_SIZES
+        | _EXPERTS
+        | _SLIDING_AND_FULL
+        | _GROUPED
+        | _WIDE
+        | dict(num_experts=4, num_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.5),
+    ),
+    Family(
         model_type="hrm_text",
         name="HRM-Text",
         examples="HRM-Text",
