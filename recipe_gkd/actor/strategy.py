@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from recipe_gkd.actor.student_dims import StudentDims
 
 
-def build_backend(config: Config, spec: RankSpec) -> Backend:
+def build_backend(config: Config, spec: RankSpec, *, is_overwritten: bool = False) -> Backend:
     """Join the process groups, build the model, load its weights and create the optimizer. Collective.
 
     Args:
         config: Configuration of the run. ``actor_rollout_ref.actor.strategy`` selects the backend.
         spec: This process.
+        is_overwritten: True if a checkpoint is loaded next. Work on the weights of the model folder is then omitted.
 
     Raises:
         ModelError: The model folder cannot be read or is not supported.
@@ -43,7 +44,7 @@ def build_backend(config: Config, spec: RankSpec) -> Backend:
     with hidden_module("wandb"), uncompiled() if spec.device == "cpu" else nullcontext():
         from recipe_gkd.actor.megatron.backend import MegatronBackend
 
-    return MegatronBackend(config, spec)
+    return MegatronBackend(config, spec, is_overwritten=is_overwritten)
 
 
 def read_student_dims(path: str | Path, config: Config) -> StudentDims:

@@ -26,7 +26,7 @@ def enable_stack_dumps() -> None:
     the pipe ``nccl_<rank>.pipe`` there.
     """
     allow_stack_dumps()
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:
+    if "TORCH_FR_BUFFER_SIZE" in os.environ:
         prefix = str(scratch_folder() / NCCL_PREFIX)  # torch appends the rank
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = prefix
 
@@ -61,7 +61,7 @@ def nccl_environment() -> dict[str, str]:
     GPU, so a dump by NCCL itself is not tested.
     """
     return {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }

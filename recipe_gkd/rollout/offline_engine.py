@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 # Read when torch and vLLM are imported: the environment of a rollout worker, without messages below an error.
 _ENVIRONMENT = worker_environment("cuda") | {
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -100,6 +99,15 @@ def limit_to_model(n_tokens: int, folder: Path) -> int:
             path=folder / "config.json",
         ) from error
     return min(n_tokens, positions) if isinstance(positions, int) and positions > 0 else n_tokens
+
+
+def limit_torch_logs() -> None:
+    """Hide warnings of C++ code, such as vLLM's about the memory that it binds. Call it before torch is imported.
+
+    A command calls it first, because the configuration imports torch. :func:`prepare_environment` comes later: its
+    variables would also hold for reward functions.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def prepare_environment() -> bool:

@@ -40,6 +40,7 @@ class MegatronBackend:
 
     Args:
         spec: This process.
+        is_overwritten: See :func:`~recipe_gkd.actor.strategy.build_backend`.
 
     Attributes:
         model: Megatron's model chunks, optimizer and weight table of this rank.
@@ -50,14 +51,14 @@ class MegatronBackend:
         DeadlineError: A rank did not reach the rendezvous.
     """
 
-    def __init__(self, config: Config, spec: RankSpec) -> None:
+    def __init__(self, config: Config, spec: RankSpec, *, is_overwritten: bool = False) -> None:
         self._gkd, self._actor = config.gkd, config.actor_rollout_ref.actor
         self._path, megatron = config.actor_rollout_ref.model.path, self._actor.megatron
         check_world_size(megatron, spec.world_size)
         patches.install()
         choose_layer_kernels(config.gkd.kernel_backend)
         with self.in_use():
-            self.model = build_megatron_model(config, spec)
+            self.model = build_megatron_model(config, spec, is_overwritten=is_overwritten)
         if spec.device == "cuda":
             # Memory that only the loading needed, such as the weights before the gradient buffers contained them, is
             # still cached. A rollout engine that starts later may share the GPU.

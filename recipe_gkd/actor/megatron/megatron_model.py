@@ -69,11 +69,12 @@ class MegatronModel:
         return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
 
 
-def build_megatron_model(config: Config, spec: RankSpec) -> MegatronModel:
+def build_megatron_model(config: Config, spec: RankSpec, *, is_overwritten: bool = False) -> MegatronModel:
     """Join the process groups, build the model, load its Hugging Face weights and create the optimizer. Collective.
 
     Args:
         spec: This process.
+        is_overwritten: True if a checkpoint is loaded next, so that the optimizer's weights need no exact values.
 
     Raises:
         ModelError: The model folder cannot be read or is not supported.
@@ -99,7 +100,7 @@ def build_megatron_model(config: Config, spec: RankSpec) -> MegatronModel:
     weights = local_weights(chunks, dims, layout)
     lora = add_adapters(chunks, adapted, weights, dims, layout, actor.lora, config.data.seed) if adapted else None
     wrapped, optimizer = wrap_and_optimize(chunks, transformer, actor.optim, ddp)
-    if is_rounded and lora is None:
+    if is_rounded and lora is None and not is_overwritten:
         load_errors = partial(load_hf, Path(model.path), chunks, dims, layout, rounding_errors=True)
         restore_rounding_errors(optimizer, chunks, load_errors)
     return MegatronModel(

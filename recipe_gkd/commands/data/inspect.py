@@ -25,6 +25,7 @@ from recipe_gkd.data.values import Unreadable
 from recipe_gkd.diagnostics.unexpected_errors import as_known_error
 from recipe_gkd.errors import ConfigError, DataError
 from recipe_gkd.model_files import find_model, load_tokenizer
+from recipe_gkd.rollout.offline_engine import limit_torch_logs
 from teacher.common.display_text import make_visible, shorten
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         Exit status: 0 if a run could read the data, 1 after an error.
     """
+    limit_torch_logs()
     try:
         for line in _report(make_parser().parse_intermixed_args(argv)):
             print(line)

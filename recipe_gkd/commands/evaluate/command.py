@@ -36,7 +36,12 @@ from recipe_gkd.model_files import load_tokenizer
 from recipe_gkd.rewards import RewardItem, RewardItems, RewardScorer
 from recipe_gkd.rewards.items import CONVERSATION, conversation_fields, decode_for_people, prompt_of
 from recipe_gkd.rewards.reporting import raw_field, reward_fields, scores_PN
-from recipe_gkd.rollout.offline_engine import OfflineEngineOptions, OfflineSampling, prepare_environment
+from recipe_gkd.rollout.offline_engine import (
+    OfflineEngineOptions,
+    OfflineSampling,
+    limit_torch_logs,
+    prepare_environment,
+)
 from recipe_gkd.runtime.json_lines import json_line
 from recipe_gkd.validation.validation import read_sources
 from teacher.common.sizes import GIB
@@ -56,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 if all models were evaluated, 1 after an error, 130 after Ctrl-C.
     """
     args = _parser().parse_intermixed_args(argv)
+    limit_torch_logs()
     try:
         overrides = [part for part in args.folders if _is_override(part)]
         folders = [model_folder(Path(part).expanduser()) for part in args.folders if not _is_override(part)]

@@ -99,7 +99,7 @@ def loaded(source: Source) -> Iterator[Backend]:
             path=path,
         )
     spec = RankSpec(rank=0, world_size=1, local_rank=0, device="cpu", rendezvous=dist.HashStore())
-    backend = build_backend(source.config, spec)
+    backend = build_backend(source.config, spec, is_overwritten=True)
     try:
         with backend.in_use():
             common = backend.check_checkpoint(path, ["model"])

@@ -19,6 +19,8 @@ N_STEPS = 200
 """Number of last steps that the advice is about."""
 MAX_TRUNCATED = 0.05
 """Largest usual fraction of truncated responses."""
+TOPK_MASS = "actor/teacher_topk_mass"
+"""Metric of the ids that the distillation loss compares. Most losses on the sampled token compare none."""
 ZERO_STD = "reward/zero_std_group_fraction"
 """Metric that is always 1 with one response per prompt."""
 
@@ -47,7 +49,7 @@ CHECKS = (
         "With gkd.use_rl_loss they carry no signal: larger rollout.n, or prompts of another difficulty.",
     ),
     Rule(
-        "actor/teacher_topk_mass",
+        TOPK_MASS,
         lambda value: value < 0.95,
         "The ids that the divergence compares one by one have {value:.1%} of the teacher's probability.",
         "With teacher.support=teacher use a larger N_LOGPROBS. With support=student this is usual while the student "
@@ -85,14 +87,27 @@ def advice_section(run: Run) -> str:
     items = [("bottleneck", *found) for found in bottlenecks(run)]
     items += [("check", *found) for found in truncations(run)]
     for check in CHECKS:
-        is_trivial = check.metric == ZERO_STD and run.setting("actor_rollout_ref.rollout.n") == 1
-        if (series := run.series.get(check.metric)) is not None and not is_trivial:
+        if (series := run.series.get(check.metric)) is not None:
             value = float(series.values[-N_STEPS:].mean())
-            if check.is_bad(value):
+            if check.is_bad(value) and not _is_trivial(check.metric, run):
                 items.append(("check", check.finding.format(value=value), check.remedy))
     items += [("check", *found) for found in trends(run)]
     items = items or [("fine", "No lasting bottleneck, and no metric outside its usual range.", "")]
     return render("advice.html", items=items)
+
+
+def _is_trivial(metric: str, run: Run) -> bool:
+    """Return True if no value of the metric is a fault with the settings of the run."""
+    if metric == ZERO_STD:
+        return run.setting("actor_rollout_ref.rollout.n") == 1
+    if metric == TOPK_MASS and run.setting("gkd.custom_loss.path") is None:
+        from recipe_gkd.losses.registry import get_sampled_token_loss, sampled_token_loss_names  # they import torch
+
+        kind = str(run.setting("gkd.distill_loss_type"))
+        if kind in sampled_token_loss_names():
+            has_baseline = "baseline_T" in get_sampled_token_loss(kind).parameters
+            return not has_baseline or run.setting("gkd.baseline") != "expected"
+    return False
 
 
 def bottlenecks(run: Run) -> list[tuple[str, str]]:

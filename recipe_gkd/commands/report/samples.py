@@ -13,12 +13,20 @@ from recipe_gkd.commands.report.run_files import Run, read_responses
 from recipe_gkd.commands.report.templates import render
 from recipe_gkd.data.values import is_list_of_objects
 from recipe_gkd.rewards.items import CONVERSATION
+from recipe_gkd.validation.kl import FORWARD
 from recipe_gkd.validation.tokens import TOKENS
 from teacher.common.display_text import shorten
 
 N_PROMPTS = 6
 KL_STEPS = (0.1, 0.3, 1.0, 3.0)
 """Forward KL in nats from which a token has the first, second, ... color."""
+N_WORST = 2
+"""Number of prompts that are shown because of their score at the end."""
+SCORES = (
+    ("reward", 1, "the prompts with the lowest reward", "those whose reward rose most"),
+    (FORWARD, -1, "the prompts with the highest KL to the teacher", "those whose KL fell most"),
+)
+"""Fields that can select the prompts, in the order of precedence; the sign of a good value; two descriptions."""
 MAX_CHARS = 3000
 """Characters of each text on the page. The file has the whole text."""
 
@@ -33,34 +41,52 @@ def samples_section(run: Run) -> str:
     last = responses[steps[-1]]
     keys = [key for key in last if all(key in found for found in responses.values())] or list(last)
     keys = [key for key in keys if TOKENS in last[key]] or keys
-    cards = [
-        (key, [(step, responses[step][key]) for step in steps if key in responses[step]])
-        for key in choose_prompts(keys, last, responses[steps[0]])
-    ]
+    chosen, order = choose_prompts(keys, last, responses[steps[0]] if len(steps) > 1 else None)
+    cards = [(key, [(step, responses[step][key]) for step in steps if key in responses[step]]) for key in chosen]
     names = [run.validations[step].name for step in steps]
     has_kl = any(TOKENS in record for _, records in cards for _, record in records)
     functions = {each.__name__: each for each in (prompt_parts, response_parts, kl_color, cut)}
     kl_steps = KL_STEPS if has_kl else ()
-    return render("samples.html", cards=cards, files=names, n_prompts=len(last), kl_steps=kl_steps, **functions)
+    numbers = {"n_prompts": len(last), "kl_steps": kl_steps}
+    return render("samples.html", cards=cards, order=order, files=names, **numbers, **functions)
 
 
-def choose_prompts(keys: list[Any], last: dict[Any, dict[str, Any]], first: dict[Any, dict[str, Any]]) -> list[Any]:
-    """Return the prompts to show: two with the lowest reward at the end, then those whose reward rose most.
+def choose_prompts(
+    keys: Sequence[Any], last: Mapping[Any, Mapping[str, Any]], first: Mapping[Any, Mapping[str, Any]] | None
+) -> tuple[list[Any], str]:
+    """Return the prompts to show: the two with the worst score at the end, then those that improved most.
+
+    The score is the reward, or without rewards the KL divergence. Without a score they are the first prompts.
 
     Args:
         keys: Candidates, in the order of the data.
         last: Records of the last validation.
-        first: Records of the first validation.
+        first: Records of the first validation. None if there is only one; the prompts are then those with the worst
+            score.
+
+    Returns:
+        The prompts, and their description.
     """
-    lowest = sorted(keys, key=lambda key: _reward(last[key]))[:2]
-    rest = [key for key in keys if key not in lowest]
-    gained = sorted(rest, key=lambda key: _reward(first.get(key, {})) - _reward(last[key]))
-    return (lowest + gained)[:N_PROMPTS]
+    known = [score for score in SCORES if any(_is_number(last[key].get(score[0])) for key in keys)]
+    if not known:
+        return list(keys[:N_PROMPTS]), "the first prompts"
+    name, sign, worst, best_gain = known[0]
+    scored = [key for key in keys if _is_number(last[key].get(name))]
+    scored.sort(key=lambda key: sign * last[key][name])  # equal scores keep the order of the data
+    if first is None or len(scored) <= N_WORST:
+        return scored[:N_PROMPTS], worst
+
+    def gain(key: Any) -> float:
+        before = first.get(key, {}).get(name)
+        return float(sign * (last[key][name] - before)) if _is_number(before) else 0.0
+
+    order = {key: index for index, key in enumerate(keys)}
+    gained = sorted(scored[N_WORST:], key=lambda key: (-gain(key), order[key]))
+    return (scored[:N_WORST] + gained)[:N_PROMPTS], f"{worst} at the end, then {best_gain}"
 
 
-def _reward(record: dict[str, Any]) -> float:
-    reward = record.get("reward")
-    return float(reward) if isinstance(reward, int | float) else 0.0
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def prompt_parts(prompt: object) -> list[tuple[object, object]]:

@@ -33,6 +33,9 @@ os.environ.update({key: value for key, value in worker_environment("cuda").items
 logging.getLogger("vllm.triton_utils.importing").setLevel(
     logging.ERROR
 )  # logs a warning that Triton has no CPU backend
+# Each engine would warn that it sets the random seed of this process (`EngineArgs.create_model_config`). Its requests
+# have their own seeds.
+logging.getLogger("vllm.engine.arg_utils").addFilter(lambda record: "random seed" not in str(record.msg))
 
 try:
     import torch

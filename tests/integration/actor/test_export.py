@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import peft
 import pytest
@@ -16,6 +17,8 @@ import transformers
 import yaml
 from safetensors.torch import load_file
 
+from recipe_gkd.commands.export.source import find_source
+from recipe_gkd.commands.export.write import loaded
 from recipe_gkd.config import Config
 from recipe_gkd.data.samples import Sample
 from tests._support.repository import REPO
@@ -27,6 +30,7 @@ FSDP = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.dtype=bfloat16"]
 RUNS: dict[str, tuple[str, int, list[str]]] = {
     "megatron": ("llama", 2, [f"{MEGATRON}.tensor_model_parallel_size=2"]),
     "megatron, experts": ("qwen3_moe", 2, [f"{MEGATRON}.pipeline_model_parallel_size=2", f"{MEGATRON}.dtype=bfloat16"]),
+    "megatron, bfloat16": ("qwen2", 1, [f"{MEGATRON}.dtype=bfloat16"]),
     "megatron, LoRA": ("qwen2", 2, [f"{MEGATRON}.pipeline_model_parallel_size=2", f"{ACTOR}.lora.rank=4"]),
     "fsdp": ("qwen2", 2, FSDP),
     "fsdp, LoRA": ("qwen2_untied", 2, [*FSDP, f"{ACTOR}.lora.rank=4"]),
@@ -98,6 +102,20 @@ def test_folder_equals_the_one_of_the_run(
     assert json.loads((saved / "generation_config.json").read_text())["eos_token_id"] == STOP_IDS
     for file in names:
         assert (tmp_path / "out" / file).read_bytes() == (saved / file).read_bytes(), file
+
+
+def count_reads(rank: int, world_size: int, port: int, run: Path) -> int:
+    """Load a checkpoint for an export. Return how often the weights of the model folder are read."""
+    from recipe_gkd.actor.megatron import megatron_model
+
+    with mock.patch.object(megatron_model, "load_hf", wraps=megatron_model.load_hf) as load, loaded(find_source(run)):
+        return load.call_count
+
+
+def test_model_folder_is_read_once(tmp_path: Path, pool: WorkerPool, folders: dict[str, Path]) -> None:
+    """Its rounding errors in 16 bits, which a training reads again, are not those of the checkpoint."""
+    checkpoint = make_run("megatron, bfloat16", tmp_path, folders, pool)
+    assert pool.run(1, count_reads, checkpoint.parent) == [1]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Set-up of the Megatron backend: memory that only the loading needed is released on a GPU."""
+"""Set-up of the Megatron backend: no work that a checkpoint undoes; cached memory of a GPU is released."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_setup_releases_cached_memory_of_a_gpu_after_loading(
 ) -> None:
     made: list[str] = []
 
-    def build(*_: Any) -> Any:
+    def build(*_: Any, **__: Any) -> Any:
         made.append("build")
         return mock.MagicMock()
 

@@ -366,6 +366,24 @@ class TestAdvice:
         assert "20% of the responses are truncated" in section and "Saves of checkpoints failed" in section
         assert "syncs were repeated" not in section
 
+    @pytest.mark.parametrize(
+        ("gkd", "is_advised"),
+        [
+            ({"distill_loss_type": "forward_kl", "baseline": "expected"}, True),
+            ({"distill_loss_type": "k1", "baseline": "expected"}, True),
+            ({"distill_loss_type": "k1", "baseline": "group"}, False),
+            ({"distill_loss_type": "k2", "baseline": "expected"}, False),
+            ({"distill_loss_type": "k3", "baseline": "expected"}, False),
+            ({"distill_loss_type": "k3", "baseline": "expected", "custom_loss": {"path": "loss.py"}}, True),
+        ],
+    )
+    def test_more_ids_are_advised_for_losses_that_compare_ids(
+        self, gkd: dict[str, Any], is_advised: bool, tmp_path: Path
+    ) -> None:
+        run = make_run(tmp_path / "run", **{"actor/teacher_topk_mass": 0.5})
+        (run / "config.yaml").write_text(yaml.safe_dump({"gkd": gkd}))
+        assert ("N_LOGPROBS" in advice_section(read_run(run))) == is_advised
+
 
 class TestNumbers:
     def test_reduced_points_keep_means_and_extremes(self) -> None:
@@ -454,7 +472,39 @@ class TestSamples:
     def test_lowest_rewards_are_first_and_then_the_largest_gains(self) -> None:
         first = {key: {"reward": reward} for key, reward in enumerate([0.5, 0.0, 1.0, 0.2, 1.0])}
         last = {key: {"reward": reward} for key, reward in enumerate([0.1, 1.0, 1.0, 0.3, 1.0])}
-        assert choose_prompts(list(last), last, first) == [0, 3, 1, 2, 4]
+        chosen, order = choose_prompts(list(last), last, first)
+        assert chosen == [0, 3, 1, 2, 4]
+        assert order == "the prompts with the lowest reward at the end, then those whose reward rose most"
+
+    def test_highest_divergences_are_first_without_rewards(self) -> None:
+        first = {key: {"kl": kl} for key, kl in enumerate([0.5, 0.9, 0.1, 0.3, 0.2])}
+        last = {key: {"kl": kl} for key, kl in enumerate([0.4, 0.1, 0.0, 0.3, 0.1])} | {5: {}}
+        chosen, order = choose_prompts(list(last), last, first)
+        assert chosen == [0, 3, 1, 2, 4]
+        assert order == "the prompts with the highest KL to the teacher at the end, then those whose KL fell most"
+
+    def test_one_validation_has_no_improvement(self) -> None:
+        last = {key: {"reward": reward} for key, reward in enumerate([0.5, 0.2, 1.0, 0.1])}
+        assert choose_prompts(list(last), last, None) == ([3, 1, 0, 2], "the prompts with the lowest reward")
+
+    def test_first_prompts_are_shown_without_scores(self) -> None:
+        last: dict[int, dict[str, Any]] = {key: {} for key in range(9)}
+        assert choose_prompts(list(last), last, last) == ([0, 1, 2, 3, 4, 5], "the first prompts")
+
+    @pytest.mark.parametrize(
+        ("scores", "order"),
+        [
+            ({"reward": 0.5, "kl": 0.25}, "the prompts with the lowest reward."),
+            ({"reward": None, "kl": 0.25}, "the prompts with the highest KL to the teacher."),
+            ({"reward": None}, "the first prompts."),
+        ],
+    )
+    def test_page_describes_the_chosen_prompts(self, scores: dict[str, Any], order: str, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run")
+        for path in (run / "validation").iterdir():
+            path.write_text(json.dumps(json.loads(path.read_text()) | scores) + "\n")
+        page = own_page(run)
+        assert order in page and page.count(">KL 0.25</span>") == 2 * ("kl" in scores)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")

@@ -15,7 +15,7 @@ from teacher.common.process_id import process_id
 
 NCCL_RECORDER = """
 import os
-os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "1"
+os.environ["TORCH_FR_BUFFER_SIZE"] = "1"
 from recipe_gkd.diagnostics import stack_dumps
 stack_dumps.enable_stack_dumps()
 prefix = os.environ["TORCH_FR_DUMP_TEMP_FILE"]
