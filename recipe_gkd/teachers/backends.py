@@ -33,7 +33,7 @@ R = TypeVar("R")
 HELLO_TIMEOUT_S = 10.0
 """Deadline of a teacher's first reply. A running service replies within milliseconds, even under load."""
 HTTP_HELLO_TIMEOUT_S = 60.0
-"""Deadline of the verification of a server over HTTP, as ``VERIFY_TIMEOUT_S`` in :mod:`teacher.client.http.servers`."""
+"""Deadline of the verification of a server over HTTP, the one that the client has for it."""
 RESULT_MARGIN_S = 5.0
 """Time after a request's deadline in which a backend must complete its future."""
 
