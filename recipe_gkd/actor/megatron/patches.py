@@ -168,7 +168,7 @@ def _patch_frozen_linear() -> None:
 
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_input, *others = original(ctx, grad_output.flatten(end_dim=-2))
-        return (grad_input.view(*grad_output.shape[:-1], -1), *others)
+        return (grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1]), *others)
 
     LinearWithFrozenWeight.backward = staticmethod(_patched(backward))
 

@@ -49,12 +49,14 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_gradient_of_transposed_logits_is_one_product_with_a_frozen_weight() -> None:
+@pytest.mark.parametrize("n_tokens", [7, 0])
+def test_gradient_of_transposed_logits_is_one_product_with_a_frozen_weight(n_tokens: int) -> None:
     """A batched product would read the output layer once for each token."""
     from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight
 
     install()
-    hidden, weight, gradient = torch.randn(7, 1, 4, requires_grad=True), torch.randn(9, 4), torch.randn(1, 7, 9)
+    hidden, weight = torch.randn(n_tokens, 1, 4, requires_grad=True), torch.randn(9, 4)
+    gradient = torch.randn(1, n_tokens, 9)
     logits = LinearWithFrozenWeight.apply(hidden, weight, None, False, None).transpose(0, 1)
     with Operations() as operations:
         logits.backward(gradient)
