@@ -32,8 +32,6 @@ R = TypeVar("R")
 
 HELLO_TIMEOUT_S = 10.0
 """Deadline of a teacher's first reply. A running service replies within milliseconds, even under load."""
-HTTP_HELLO_TIMEOUT_S = 60.0
-"""Deadline of the verification of a server over HTTP, the one that the client has for it."""
 RESULT_MARGIN_S = 5.0
 """Time after a request's deadline in which a backend must complete its future."""
 
@@ -103,10 +101,15 @@ def hello_now(client: TeacherBackend, config: Config) -> TeacherInfo:
     A server over HTTP is verified first, for which it scores a sequence after the requests that it has.
 
     Raises:
-        TeacherError: The teacher is not available within `HELLO_TIMEOUT_S`, or `HTTP_HELLO_TIMEOUT_S`.
+        TeacherError: The teacher is not available within `HELLO_TIMEOUT_S`, or over HTTP within the time for the
+            verification of a server.
     """
-    is_http = config.actor_rollout_ref.teacher.backend == "http"
-    return client.hello(timeout_s=HTTP_HELLO_TIMEOUT_S if is_http else HELLO_TIMEOUT_S)
+    timeout_s = HELLO_TIMEOUT_S
+    if config.actor_rollout_ref.teacher.backend == "http":
+        from teacher.client.http import VERIFY_TIMEOUT_S  # imports aiohttp
+
+        timeout_s = VERIFY_TIMEOUT_S
+    return client.hello(timeout_s=timeout_s)
 
 
 def scores_any_sequence(client: TeacherBackend) -> bool:

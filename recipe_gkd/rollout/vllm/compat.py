@@ -1,8 +1,9 @@
 """Internals of vLLM that this package uses, and patches of vLLM. Internal names of vLLM change between releases.
 
-Of the other modules of the package, only ``offline_engine`` imports vLLM, and only its public ``LLM`` class. The import
-takes seconds. It raises :class:`WorkerError` if the installed vLLM lacks a name that this package needs. The variables
-of :func:`recipe_gkd.rollout.environment.worker_environment` must be set before it.
+Of the other modules of the package, only ``offline_engine`` imports vLLM, and only its public ``LLM`` class, and
+``cpu_adapters``, which has a patch. The import takes seconds. It raises :class:`WorkerError` if the installed vLLM
+lacks a name that this package needs. The variables of :func:`recipe_gkd.rollout.environment.worker_environment` must be
+set before it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from uuid import uuid4
 
 from recipe_gkd.errors import ResourceError, WorkerError
 from recipe_gkd.rollout.environment import worker_environment
+from recipe_gkd.rollout.vllm.cpu_adapters import compute_one_adapter_at_once
 from recipe_gkd.runtime.socket_paths import SHORT_FOLDER
 from teacher.common.vllm_cpu import correct_cpu_build
 from teacher.common.vllm_setup import TESTED_VLLM, keep_file_store_in
@@ -235,35 +237,10 @@ def _keep_kernels_of_experts() -> None:
     FusedMoEConfig.__post_init__ = without_adapters  # type: ignore[method-assign]
 
 
-def _compute_one_adapter_at_once() -> None:
-    """Replace the products of adapters on a CPU: one product for a step whose tokens all have the same adapter.
-
-    vLLM copies the factors of the adapter once for each token, which takes more time than all other layers.
-    """
-    from vllm.lora.ops.torch_ops import lora_ops
-    from vllm.lora.punica_wrapper import punica_cpu
-
-    def joined(product: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(product)
-        def compute(
-            inputs: Any, factors: Any, outputs: Any, adapters_T: torch.Tensor, *args: Any, **options: Any
-        ) -> None:
-            if len(adapters_T) > 1 and bool((adapters_T == adapters_T[0]).all()):
-                adapters_T = adapters_T[:1]  # its factors are broadcast
-            product(inputs, factors, outputs, adapters_T, *args, **options)
-
-        return compute
-
-    for name in ("bgmv_expand", "bgmv_expand_slice", "bgmv_shrink"):
-        replaced = joined(getattr(lora_ops, name))
-        for module in (lora_ops, punica_cpu):
-            setattr(module, name, replaced)
-
-
 _self_check()
 _keep_kernels_of_experts()
 if current_platform.is_cpu():
-    _compute_one_adapter_at_once()
+    compute_one_adapter_at_once()
 _write_compile_cache_atomically()
 _keep_buffers_in_reloads()
 _name_partial_loaders()

@@ -6,6 +6,6 @@ local one. `vllm_api` and `sglang_api` have the formats of requests and response
 """
 
 from teacher.client.http.client import DEFAULT_CONNECTIONS, HttpClientSpec, HttpTeacherClient
-from teacher.client.http.servers import Endpoint
+from teacher.client.http.servers import VERIFY_TIMEOUT_S, Endpoint
 
-__all__ = ["DEFAULT_CONNECTIONS", "Endpoint", "HttpClientSpec", "HttpTeacherClient"]
+__all__ = ["DEFAULT_CONNECTIONS", "VERIFY_TIMEOUT_S", "Endpoint", "HttpClientSpec", "HttpTeacherClient"]
